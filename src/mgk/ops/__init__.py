@@ -1,0 +1,24 @@
+"""Pure functions of tensors: no module, no configuration, no file."""
+
+from mgk.ops.api import (
+    attention_weights,
+    mgk_attention,
+    prior_statistics,
+    responsibilities,
+    smgk_attention,
+    update_components,
+    update_prior,
+)
+from mgk.ops.linear import mlk_attention, smlk_attention
+
+__all__ = [
+    "attention_weights",
+    "mgk_attention",
+    "mlk_attention",
+    "prior_statistics",
+    "responsibilities",
+    "smgk_attention",
+    "smlk_attention",
+    "update_components",
+    "update_prior",
+]

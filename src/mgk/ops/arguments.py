@@ -1,0 +1,149 @@
+"""Checks of what a caller passes: each error names the argument, what was expected and what came.
+
+B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+E_STEPS = ("soft", "hard")
+
+
+def describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def check_tensor(name: str, value: object, axes: str) -> Tensor:
+    """A float tensor with as many dimensions as `axes` names, e.g. "B,H,Nq,D"."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor ({axes}), got {describe(value)}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor ({axes}), got dtype {value.dtype}")
+    if value.dim() != axes.count(",") + 1:
+        raise ValueError(f"{name}: expected {axes.count(',') + 1} dimensions ({axes}), got {describe(value)}")
+    return value
+
+
+def check_shape(name: str, value: Tensor, axes: str, expected: tuple[int, ...], because: str = "") -> None:
+    if tuple(value.shape) != expected:
+        raise ValueError(f"{name}: expected shape ({axes}) = {expected}{because}, got {tuple(value.shape)}")
+
+
+def check_same(name: str, value: Tensor, query: Tensor, *, dtype: bool = True) -> None:
+    if dtype and value.dtype != query.dtype:
+        raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {value.dtype}")
+    if value.device != query.device:
+        raise ValueError(f"{name}: expected the device of query, {query.device}, got {value.device}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {describe(value)}")
+    return value
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected one of {', '.join(choices)}, got {describe(value)}")
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def check_probability(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {describe(value)}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}: expected 0 <= {name} < 1, got {value}")
+    return float(value)
+
+
+def check_mask(name: str, mask: object, axes: str, expected: tuple[int, ...], query: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name}: expected a bool tensor ({axes}) or None, got {describe(mask)}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name}: expected a bool tensor ({axes}), True where it takes part, got dtype {mask.dtype}")
+    check_shape(name, mask, axes, expected)
+    check_same(name, mask, query, dtype=False)
+    return mask
+
+
+def check_log_prior(log_prior: object, heads: int, components: int, keys: int, query: Tensor) -> Tensor | None:
+    if log_prior is None:
+        return None
+    if not isinstance(log_prior, Tensor):
+        raise TypeError(f"log_prior: expected a tensor (H,M) or (H,M,Nk) or None, got {describe(log_prior)}")
+    if not log_prior.is_floating_point():
+        raise TypeError(f"log_prior: expected a floating-point tensor, got dtype {log_prior.dtype}")
+    if tuple(log_prior.shape) not in ((heads, components), (heads, components, keys)):
+        raise ValueError(
+            f"log_prior: expected shape (H,M) = {(heads, components)} or (H,M,Nk) = {(heads, components, keys)}, "
+            f"got {tuple(log_prior.shape)}"
+        )
+    check_same("log_prior", log_prior, query, dtype=False)
+    if _readable(log_prior) and bool((log_prior.isnan() | (log_prior == torch.inf)).any()):
+        raise ValueError("log_prior: expected numbers below +inf (-inf removes a component), got NaN or +inf")
+    return log_prior
+
+
+def check_variance(variance: object, heads: int, components: int, query: Tensor) -> float | Tensor:
+    """None is sqrt(D); a number; or a tensor (H,M). Tensor values are read on the CPU only: no GPU waits for a check."""
+    if variance is None:
+        return math.sqrt(query.shape[-1])
+    if isinstance(variance, Tensor):
+        check_tensor("variance", variance, "H,M")
+        check_shape("variance", variance, "H,M", (heads, components))
+        check_same("variance", variance, query, dtype=False)
+        if _readable(variance) and not bool(((variance > 0) & variance.isfinite()).all()):
+            raise ValueError("variance: expected finite numbers above 0, got a tensor with others")
+        return variance
+    if isinstance(variance, bool) or not isinstance(variance, int | float):
+        raise TypeError(f"variance: expected None, a number or a tensor (H,M), got {describe(variance)}")
+    if not (variance > 0 and math.isfinite(variance)):
+        raise ValueError(f"variance: expected a finite number above 0, got {variance}")
+    return float(variance)
+
+
+def check_query_key(query: object, key: object, shift: object) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Query (B,H,Nq,D) with key (B,H,M,Nk,D), or with key (B,H,Nk,D) and shift (H,M,D)."""
+    query = check_tensor("query", query, "B,H,Nq,D")
+    batch, heads, _, width = query.shape
+    if width == 0:
+        raise ValueError(f"query: expected a head width D of at least 1, got {describe(query)}")
+    if shift is None:
+        key = check_tensor("key", key, "B,H,M,Nk,D")
+        if key.shape[2] == 0:
+            raise ValueError(f"key: expected at least one component M, got {describe(key)}")
+        expected = (batch, heads, key.shape[2], key.shape[3], width)
+        check_shape("key", key, "B,H,M,Nk,D", expected, " to go with query")
+    else:
+        key = check_tensor("key", key, "B,H,Nk,D")
+        check_shape("key", key, "B,H,Nk,D", (batch, heads, key.shape[2], width), " to go with query")
+        shift = check_tensor("shift", shift, "H,M,D")
+        if shift.shape[1] == 0:
+            raise ValueError(f"shift: expected at least one component M, got {describe(shift)}")
+        check_shape("shift", shift, "H,M,D", (heads, shift.shape[1], width), " to go with query")
+        check_same("shift", shift, query, dtype=False)
+    check_same("key", key, query)
+    return query, key, shift
+
+
+def check_value(value: object, query: Tensor, key: Tensor) -> Tensor:
+    value = check_tensor("value", value, "B,H,Nk,Dv")
+    expected = (*query.shape[:2], key.shape[-2], value.shape[-1])
+    check_shape("value", value, "B,H,Nk,Dv", expected, " to go with query and key")
+    check_same("value", value, query)
+    return value
+
+
+def _readable(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
