@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mgk.ops import arguments as check
 from mgk.ops import reference
+from mgk.ops.common import compute_dtype, shifted_keys
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -236,7 +237,7 @@ def update_components(
         raise ValueError(f"impl: expected 'auto', 'reference' or 'blockwise' for update_components, got {impl!r}")
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         # Distances do not change when queries and keys move together; about their mean the sums below cancel least.
-        centre = query.to(reference.compute_dtype(query.dtype)).mean(2, keepdim=True)
+        centre = query.to(compute_dtype(query.dtype)).mean(2, keepdim=True).nan_to_num(0)
         query, key = query - centre, key - centre[:, :, None]
         weight, mean, square = module.component_statistics(
             query, key, log_prior, s2, is_causal, key_mask, query_mask
@@ -284,6 +285,4 @@ def _options(
 
 
 def _component_keys(key: Tensor, shift: Tensor | None) -> Tensor:
-    if shift is None:
-        return key
-    return reference.shifted_keys(key.to(reference.compute_dtype(key.dtype)), shift)
+    return key if shift is None else shifted_keys(key, shift)

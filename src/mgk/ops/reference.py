@@ -11,17 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Variance = float | Tensor
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision accumulates in float32; every other float type in itself."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def shifted_keys(key: Tensor, shift: Tensor) -> Tensor:
-    """k_jr = k_j + b_r: (B,H,Nk,D) and (H,M,D) -> (B,H,M,Nk,D)."""
-    return key[:, :, None] + shift.to(key.dtype)[None, :, :, None]
+from mgk.ops.common import Variance, compute_dtype, shifted_keys
 
 
 def visible_pairs(
@@ -69,6 +59,8 @@ def attention_weights(
         if log_prior is not None:  # the prior plays no part; its gradient is zero rather than absent
             logits = logits + 0 * log_prior.masked_fill(log_prior.isinf(), 0).sum()
     logits = logits.masked_fill(~visible[:, :, None], -torch.inf)
+    if logits.shape[-1] == 0:  # no keys
+        return logits.sum(2)
     # A row constant cancels in the quotient. With the largest logit at 0 nothing overflows, and every row that sees
     # a key has a sum of at least 1; a row that sees none has the sum 0, and gets zeros.
     largest = logits.detach().amax((2, 4), keepdim=True)
@@ -100,7 +92,7 @@ def prior_statistics(
     query_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Numerator and denominator of the M-step: sum_i gamma[i,j,r] as (H,M,Nk), and the visible queries per key (Nk,)."""
-    key = key if shift is None else shifted_keys(key.to(compute_dtype(key.dtype)), shift)
+    key = key if shift is None else shifted_keys(key, shift)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     total = responsibilities(query, key, log_prior, variance, visible).sum((0, 3))
     count = visible.expand(query.shape[0], 1, query.shape[2], key.shape[-2]).sum((0, 1, 2))
@@ -143,5 +135,4 @@ def mgk_attention(
 
 def smgk_attention(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, *arguments: object) -> Tensor:
     """MGK on the keys k_j + b_r."""
-    dtype = compute_dtype(key.dtype)
-    return mgk_attention(query, shifted_keys(key.to(dtype), shift), value, *arguments)  # type: ignore[arg-type]
+    return mgk_attention(query, shifted_keys(key, shift), value, *arguments)  # type: ignore[arg-type]

@@ -1,0 +1,328 @@
+"""Multi-head attention with mixture keys, called as `torch.nn.MultiheadAttention` is called with `batch_first=True`.
+
+B batch, H heads, M components, N positions (Nq queries, Nk keys), E width of the model, D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mgk.nn.arguments import check_cache, check_combination, key_mask, make_feature_map
+from mgk.nn.cache import KeyValueCache, StateCache
+from mgk.nn.prior import update_log_prior
+from mgk.nn.softmax import softmax_attention, softmax_weights
+from mgk.ops import api
+from mgk.ops import arguments as check
+from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS, check_count
+from mgk.ops.feature_maps import FeatureMap
+from mgk.ops.linear import linear_step, mlk_attention, smlk_attention
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+Options = dict[str, Any]  # arguments of mgk.ops by name
+
+
+class MixtureAttention(nn.Module):
+    """h_i = sum_j A[i,j] v_j with keys that are mixtures: the attention of Transformer-MGK, -sMGK, -MLK and -sMLK.
+
+    | variant   | A[i,j] is proportional to                  | keys                |
+    | --------- | ------------------------------------------ | ------------------- |
+    | `softmax` | exp(q_i.k_j / sqrt(D))                     | k_j = x_j W         |
+    | `mgk`     | sum_r prior_r exp(-|q_i - k_jr|^2 / 2 s2)  | k_jr = x_j W_r      |
+    | `smgk`    | the same                                   | k_jr = x_j W + b_r  |
+    | `linear`  | phi(q_i).phi(k_j)                          | k_j = x_j W         |
+    | `mlk`     | sum_r prior_r phi(q_i).phi(k_jr)           | k_jr = x_j W_r      |
+    | `smlk`    | the same                                   | k_jr = x_j W + b_r  |
+
+    Parameters: `query_proj`, `key_proj`, `value_proj`, `out_proj` (`nn.Linear` with its own initial values, as in the
+    paper's baselines), `shift` (H,M,D) from a standard normal, `log_prior` (H,M) from log(1/M), `log_variance` (H,M)
+    from log sqrt(D).
+
+    Args:
+        embed_dim: E, the width of queries and outputs.
+        num_heads: H.
+        variant: see the table.
+        head_dim: D; None is E / H. The inner width is H*D whatever E is.
+        num_components: M, for the mixtures.
+        e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior and owns none.
+        prior: "sgd", learned with the rest; "em", a buffer that every forward in training mode moves by an M-step over
+            the real queries of all processes (`mgk` and `smgk`, soft; processes must run in step); "uniform", none.
+        causal: every call is causal, as if with `is_causal=True`.
+        dropout: of attention weights, in training; the linear family has no weights to drop.
+        bias: of the four projections.
+        feature_map: phi of the linear family: "elu", "dpfp", "favor" (Performer; `self.feature_map.redraw()` draws
+            anew), or a callable on (...,D), which may be a module.
+        learn_variance: s2 becomes a parameter per head and component (`mgk` and `smgk`); else it is sqrt(D).
+        prior_positions: with prior="em", one prior for each of the first so many key positions, (H,M,prior_positions).
+        prior_momentum: with prior="em", the share of the old prior that an M-step keeps.
+        kdim, vdim: widths of `key` and `value` in cross-attention; None is E.
+        impl: implementation of `mgk.ops`: "auto" or one by name.
+    """
+
+    # What nn.TransformerEncoderLayer reads of its self_attn: this keeps it off a fused path that knows softmax alone.
+    batch_first = True
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
+    shift: nn.Parameter | None
+    log_variance: nn.Parameter | None
+    log_prior: Tensor | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        variant: str = "smgk",
+        head_dim: int | None = None,
+        num_components: int = 2,
+        e_step: str = "soft",
+        prior: str = "sgd",
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        feature_map: str | FeatureMap = "elu",
+        learn_variance: bool = False,
+        prior_positions: int | None = None,
+        prior_momentum: float = 0.0,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = check_count("embed_dim", embed_dim)
+        self.num_heads = check_count("num_heads", num_heads)
+        self.head_dim = embed_dim // num_heads if head_dim is None else check_count("head_dim", head_dim)
+        self.kdim = embed_dim if kdim is None else check_count("kdim", kdim)
+        self.vdim = embed_dim if vdim is None else check_count("vdim", vdim)
+        self.variant = check.check_choice("variant", variant, VARIANTS)
+        self.num_components = check_count("num_components", num_components) if variant in MIXTURES else 1
+        self.e_step = check.check_choice("e_step", e_step, check.E_STEPS)
+        self.prior_kind = check.check_choice("prior", prior, PRIORS)
+        self.causal = check.check_flag("causal", causal)
+        self.dropout = check.check_probability("dropout", dropout)
+        self.prior_momentum = check.check_probability("prior_momentum", prior_momentum)
+        self.impl = check.check_choice("impl", impl, api.IMPLEMENTATIONS)
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim: expected a multiple of num_heads = {num_heads} unless head_dim is given, got {embed_dim}"
+            )
+        check.check_flag("learn_variance", learn_variance)
+        check_combination(variant, e_step, prior, dropout, feature_map, learn_variance, prior_positions, prior_momentum)
+
+        place: Options = {"device": device, "dtype": dtype}
+        inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
+        key_width = inner * components if variant in PROJECTED else inner
+        self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **place)
+        self.key_proj = nn.Linear(self.kdim, key_width, bias, **place)
+        self.value_proj = nn.Linear(self.vdim, inner, bias, **place)
+        self.out_proj = nn.Linear(inner, embed_dim, bias, **place)
+        shift = nn.Parameter(torch.empty(heads, components, self.head_dim, **place))
+        self.register_parameter("shift", shift if variant in SHIFTED else None)
+        log_variance = nn.Parameter(torch.empty(heads, components, **place))
+        self.register_parameter("log_variance", log_variance if learn_variance else None)
+        log_prior = torch.empty(heads, components, *(() if prior_positions is None else (prior_positions,)), **place)
+        if prior == "em":
+            self.register_buffer("log_prior", log_prior)
+        else:
+            used = prior == "sgd" and e_step == "soft" and variant in MIXTURES
+            self.register_parameter("log_prior", nn.Parameter(log_prior) if used else None)
+        self.feature_map = make_feature_map(feature_map, self.head_dim, device) if variant in LINEAR else "elu"
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values of what this module itself owns; the projections have a method of their own."""
+        if self.shift is not None:
+            nn.init.normal_(self.shift)
+        if self.log_variance is not None:
+            nn.init.constant_(self.log_variance, 0.5 * math.log(self.head_dim))
+        if self.log_prior is not None:
+            nn.init.constant_(self.log_prior, -math.log(self.num_components))
+
+    @property
+    def prior(self) -> Float[Tensor, "h m"] | Float[Tensor, "h m n"]:
+        """The prior of each component, as probabilities."""
+        if self.log_prior is None:
+            weight = self.query_proj.weight
+            return weight.new_full((self.num_heads, self.num_components), 1 / self.num_components)
+        return self.log_prior.detach().softmax(1)
+
+    def new_cache(self, batch_size: int, capacity: int = 0) -> KeyValueCache | StateCache:
+        """An empty cache for `forward`. `capacity` reserves room for so many positions at once."""
+        check_count("batch_size", batch_size)
+        return StateCache(batch_size) if self.variant in LINEAR else KeyValueCache(batch_size, capacity)
+
+    def forward(
+        self,
+        query: Float[Tensor, "b nq e"] | Float[Tensor, "nq e"],
+        key: Float[Tensor, "b nk ek"] | Float[Tensor, "nk ek"] | None = None,
+        value: Float[Tensor, "b nk ev"] | Float[Tensor, "nk ev"] | None = None,
+        key_padding_mask: Bool[Tensor, "b nk"] | Bool[Tensor, " nk"] | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        cache: KeyValueCache | StateCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention of `query`, or cross-attention to `key` and `value`.
+
+        Args:
+            query: (B,Nq,E), or (Nq,E) without a batch, then everywhere.
+            key: (B,Nk,kdim); None is `query`.
+            value: (B,Nk,vdim); None is `key`.
+            key_padding_mask: (B,Nk), True (or -inf) where a key is to be ignored. With a cache it covers the keys in
+                the cache and the new ones. In self-attention its positions are not counted as queries of an M-step.
+            need_weights: return A too, which needs Nq x Nk memory; without dropout.
+            attn_mask: accepted with `is_causal=True` alone, as the causal mask that PyTorch's layers pass beside it.
+            average_attn_weights: average A over the heads.
+            is_causal: a query sees the keys up to its own position; the last query sees every key.
+            cache: of `new_cache`. `query` then holds the positions after those in the cache and is added to it. Such a
+                call is causal, is not differentiated, and moves no prior.
+
+        Returns:
+            The output (B,Nq,E), and A as (B,Nq,Nk) or (B,H,Nq,Nk) if asked for, else None.
+        """
+        if not check.check_flag("is_causal", is_causal) and attn_mask is not None:
+            raise ValueError("attn_mask: expected None, or the causal mask with is_causal=True, got a mask alone")
+        if key is None and value is not None:
+            raise ValueError("value: expected None where key is None, got a tensor")
+        is_self = key is None or key is query
+        key = query if key is None else key
+        value = key if value is None else value
+        batched = not (isinstance(query, Tensor) and query.dim() == 2)
+        if not batched:
+            query, key, value = (x[None] if isinstance(x, Tensor) else x for x in (query, key, value))
+            key_padding_mask = key_padding_mask[None] if isinstance(key_padding_mask, Tensor) else key_padding_mask
+        self._check_inputs(query, key, value)
+        if cache is not None:
+            check_cache(
+                cache, StateCache if self.variant in LINEAR else KeyValueCache, len(query), is_self, need_weights
+            )
+        num_keys = key.shape[1] + (0 if cache is None else cache.length)
+        if self.log_prior is not None and self.log_prior.dim() == 3 and num_keys > self.log_prior.shape[2]:
+            raise ValueError(
+                f"key: expected at most {self.log_prior.shape[2]} positions (prior_positions), got {num_keys}"
+            )
+        mask = key_mask(key_padding_mask, (len(query), num_keys), query)
+        seen: Options = {"is_causal": is_causal or self.causal or cache is not None, "key_mask": mask}
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            q, k, v = self._project(query, key, value)
+            if isinstance(cache, KeyValueCache):
+                k, v = cache.append(k, v)
+            if self.variant == "softmax":
+                heads, weights = self._softmax(q, k, v, seen, need_weights)
+            elif self.variant in GAUSSIAN:
+                heads, weights = self._gaussian(q, k, v, seen, need_weights)
+            elif isinstance(cache, StateCache):
+                heads, weights = self._linear_step(q, k, v, seen, cache), None
+            else:
+                heads, weights = self._linear(q, k, v, seen, need_weights)
+            output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        if self.prior_kind == "em" and self.training and cache is None:
+            self._m_step(q, k, seen, query_mask=mask if is_self else None)
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights[0]
+        return (output if batched else output[0]), weights
+
+    def extra_repr(self) -> str:
+        text = f"variant={self.variant}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+        if self.variant in MIXTURES:
+            text += f", num_components={self.num_components}, e_step={self.e_step}, prior={self.prior_kind}"
+        return text + f", causal={self.causal}, dropout={self.dropout}"
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B,H,Nq,D), keys (B,H,Nk,D) or (B,H,M,Nk,D), values (B,H,Nk,D)."""
+        heads = (self.num_heads, self.head_dim)
+        q = self.query_proj(query).unflatten(-1, heads).transpose(1, 2)
+        v = self.value_proj(value).unflatten(-1, heads).transpose(1, 2)
+        if self.variant not in PROJECTED:
+            return q, self.key_proj(key).unflatten(-1, heads).transpose(1, 2), v
+        components = (self.num_heads, self.num_components, self.head_dim)
+        return q, self.key_proj(key).unflatten(-1, components).permute(0, 2, 3, 1, 4), v
+
+    def _softmax(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Options, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        output = softmax_attention(query, key, value, dropout_p=self._dropout_p, impl=self.impl, **seen)
+        return output, softmax_weights(query, key, **seen) if need_weights else None
+
+    def _gaussian(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Options, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        mixture = self._mixture(key) | seen
+        weights = api.attention_weights(query, key, e_step=self.e_step, **mixture) if need_weights else None
+        options: Options = {"e_step": self.e_step, "dropout_p": self._dropout_p, "impl": self.impl}
+        shift = mixture.pop("shift")
+        if shift is None:
+            return api.mgk_attention(query, key, value, **mixture, **options), weights
+        return api.smgk_attention(query, key, shift, value, **mixture, **options), weights
+
+    def _linear(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Options, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        options: Options = {"log_prior": self.log_prior, "feature_map": self.feature_map, "impl": self.impl, **seen}
+        attend: Callable[[Tensor], Tensor]
+        if self.shift is not None:
+            attend = partial(smlk_attention, query, key, self.shift, **options)
+        else:
+            attend = partial(mlk_attention, query, key if self.variant in PROJECTED else key[:, :, None], **options)
+        if not need_weights:
+            return attend(value), None
+        every_key = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device)  # sum_j A[i,j] e_j is a row of A
+        return attend(value), attend(every_key.expand(*value.shape[:2], -1, -1))
+
+    def _linear_step(self, query: Tensor, key: Tensor, value: Tensor, seen: Options, cache: StateCache) -> Tensor:
+        mask = None if seen["key_mask"] is None else seen["key_mask"][:, cache.length :]  # of the new keys alone
+        output, state = linear_step(
+            cache.state,
+            query,
+            key,
+            value,
+            self.log_prior,
+            shift=self.shift,
+            feature_map=self.feature_map,
+            key_mask=mask,
+        )
+        cache.advance(state, query.shape[2])
+        return output
+
+    def _mixture(self, key: Tensor) -> Options:
+        """What makes a mixture of the keys, by the names of `mgk.ops`."""
+        log_prior = self.log_prior
+        if log_prior is not None and log_prior.dim() == 3:
+            log_prior = log_prior[..., : key.shape[-2]]
+        if log_prior is not None and self.prior_kind == "em":
+            log_prior = log_prior.clone()  # a backend may keep it for backward, and the M-step writes into the buffer
+        variance = None if self.log_variance is None else self.log_variance.exp()
+        return {"log_prior": log_prior, "variance": variance, "shift": self.shift}
+
+    @torch.no_grad()
+    def _m_step(self, query: Tensor, key: Tensor, seen: Options, query_mask: Tensor | None) -> None:
+        assert self.log_prior is not None  # the buffer of prior="em"
+        total, count = api.prior_statistics(
+            query, key, query_mask=query_mask, impl=self.impl, **self._mixture(key), **seen
+        )
+        update_log_prior(self.log_prior, total, count, self.prior_momentum)
+
+    @property
+    def _dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _check_inputs(self, query: object, key: object, value: object) -> None:
+        query = check.check_tensor("query", query, "B,Nq,E")
+        check.check_shape("query", query, "B,Nq,E", (*query.shape[:2], self.embed_dim))
+        key = check.check_tensor("key", key, "B,Nk,kdim")
+        check.check_shape("key", key, "B,Nk,kdim", (len(query), key.shape[1], self.kdim), " to go with query")
+        value = check.check_tensor("value", value, "B,Nk,vdim")
+        check.check_shape("value", value, "B,Nk,vdim", (*key.shape[:2], self.vdim), " to go with key")

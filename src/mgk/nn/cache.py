@@ -1,0 +1,104 @@
+"""What a decoder remembers between steps: keys and values, or the state of linear attention.
+
+A cache is for inference: no gradient flows through it. `MixtureAttention.new_cache` makes the right one.
+
+B batch, H heads, M components, N positions so far, C room for positions, D width of a head, Dv width of a value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mgk.ops import arguments as check
+from mgk.ops.linear import LinearState
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+SMALLEST = 16  # positions: below this, growing costs more than the room
+
+
+class KeyValueCache:
+    """Keys (B,H,N,D), or (B,H,M,N,D) for projected mixtures, and values (B,H,N,Dv), for softmax, MGK and sMGK.
+
+    sMGK stores one key per position, whatever M: its shifts belong to the model. The room C doubles when it is full,
+    so that appending N positions copies O(N) numbers in all.
+    """
+
+    def __init__(self, batch_size: int, capacity: int = 0) -> None:
+        self.batch_size, self.length, self._capacity = batch_size, 0, capacity
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+
+    def append(
+        self, key: Float[Tensor, "b h *m n d"], value: Float[Tensor, "b h n dv"]
+    ) -> tuple[Float[Tensor, "b h *m nk d"], Float[Tensor, "b h nk dv"]]:
+        """Remember the new positions, and return all of them (views, valid until the next call)."""
+        start, stop = self.length, self.length + key.shape[-2]
+        room = self._capacity if stop <= self._capacity else max(stop, 2 * self._capacity, SMALLEST)
+        self._key = _write(self._key, key, start, room)
+        self._value = _write(self._value, value, start, room)
+        self._capacity, self.length = room, stop
+        return self._key[..., :stop, :], self._value[..., :stop, :]
+
+    def reorder(self, indices: Int[Tensor, " b"]) -> None:
+        """Row b becomes what row indices[b] was, as beam search asks for."""
+        check_indices(indices, self.batch_size)
+        self.batch_size = len(indices)
+        if self._key is not None and self._value is not None:
+            self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
+
+    @property
+    def bytes(self) -> int:
+        """Of the positions remembered, which is what a step reads; the room reserved may be twice that."""
+        held = [t[..., : self.length, :] for t in (self._key, self._value) if t is not None]
+        return sum(t.numel() * t.element_size() for t in held)
+
+
+class StateCache:
+    """The sums of linear attention over the positions so far (`LinearState`), of one size whatever their number."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size, self.length = batch_size, 0
+        self.state: LinearState | None = None
+
+    def advance(self, state: LinearState, positions: int) -> None:
+        """Take the state after so many more positions."""
+        self.state, self.length = state, self.length + positions
+
+    def reorder(self, indices: Int[Tensor, " b"]) -> None:
+        """Row b becomes what row indices[b] was, as beam search asks for."""
+        check_indices(indices, self.batch_size)
+        self.batch_size = len(indices)
+        if self.state is not None:
+            self.state = LinearState(*(part.index_select(0, indices) for part in self.state))
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.state is None else sum(part.numel() * part.element_size() for part in self.state)
+
+
+def check_indices(indices: object, batch_size: int) -> None:
+    if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices: expected an integer tensor (B,), got {check.describe(indices)}")
+    if indices.device.type == "cpu" and not bool(((indices >= 0) & (indices < batch_size)).all()):
+        raise ValueError(f"indices: expected numbers in [0, {batch_size}), got {indices.tolist()}")
+
+
+def _write(buffer: Tensor | None, new: Tensor, start: int, room: int) -> Tensor:
+    """Put `new` (...,n,D) at position `start` of a buffer (...,room,D), moving to a larger one if need be."""
+    new = new.detach()
+    if buffer is None:
+        buffer = new.new_empty((*new.shape[:-2], room, new.shape[-1]))
+    elif buffer.dtype != new.dtype:
+        raise TypeError(f"cache: expected the dtype of the positions before, {buffer.dtype}, got {new.dtype}")
+    elif buffer.shape[-2] < room:
+        larger = buffer.new_empty((*buffer.shape[:-2], room, buffer.shape[-1]))
+        larger[..., :start, :] = buffer[..., :start, :]
+        buffer = larger
+    check.check_shape("cache", new, "B,H,...,N,D", (*buffer.shape[:-2], *new.shape[-2:-1], buffer.shape[-1]))
+    buffer[..., start : start + new.shape[-2], :] = new
+    return buffer

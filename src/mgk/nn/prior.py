@@ -1,0 +1,40 @@
+"""The M-step of a module's prior (the paper's setting B): a running estimate instead of a learned parameter.
+
+H heads, M components, Nk keys of this batch, N positions of a prior per position.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+@torch.no_grad()
+def update_log_prior(
+    log_prior: Float[Tensor, "h m"] | Float[Tensor, "h m n"],
+    total: Float[Tensor, "h m nk"],
+    count: Float[Tensor, " nk"],
+    momentum: float,
+) -> None:
+    """In place: prior <- momentum * prior + (1 - momentum) * total / count, over the batches of all processes.
+
+    `total` and `count` are those of `mgk.prior_statistics`. A prior (H,M) is shared over positions: it is the mean of
+    the positions' priors weighted by how many queries saw each. Where no query saw a key, the prior stays.
+    """
+    if log_prior.dim() == 2:
+        total, count = total.sum(-1), count.sum()
+    else:  # processes may hold sequences of different lengths: all send N positions
+        room = log_prior.shape[-1] - total.shape[-1]
+        total, count = torch.nn.functional.pad(total, (0, room)), torch.nn.functional.pad(count, (0, room))
+    if dist.is_available() and dist.is_initialized():
+        sums = torch.cat([total.flatten(), count.flatten()])
+        dist.all_reduce(sums)
+        total, count = sums[: total.numel()].view_as(total), sums[total.numel() :].view_as(count)
+    prior = momentum * log_prior.to(total.dtype).exp() + (1 - momentum) * total / count.clamp(min=1)
+    log_prior.copy_(torch.where(count > 0, prior.log(), log_prior.to(total.dtype)))

@@ -1,0 +1,177 @@
+"""Attention and its gradient, block by block, with any kernel of `blockwise_kernels.py`.
+
+How a block stays exact: the weights are exp(l - m_i), and any m_i cancels. It starts as an upper bound that costs
+nothing (a Gaussian is at most 1). Where a row's sum then falls under `TINY`, the bound was too loose, and the block is
+done again with the exact row maximum. For shifted keys the factors can still hide a row whose heavy keys sit in another
+component; such a block is done as a mixture. What a row above `TINY` loses is 1e-12 of it for each key.
+
+G heads, g of them at a time, M components, Nq queries, Nk keys, D width of a head, Dv width of a value; nq, nk those of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mgk.ops.blockwise_kernels import Block, Kernel, Scratch, Span, Views, make_blocks
+
+TINY = {torch.float32: 1e-25, torch.float64: 1e-280}
+
+
+class Dropout(NamedTuple):
+    probability: float
+    seed: int
+
+    def kept(self, like: Tensor, block: Block, keys: Span) -> Tensor:
+        """1/(1-p) where a weight stays, else 0: a function of seed and place, so the same forward and backward."""
+        kept = torch.empty_like(like)
+        for head, part in enumerate(kept, block.heads.start):
+            place = (head * 1_000_003 + block.queries.start) * 1_000_003 + keys.start
+            generator = torch.Generator().manual_seed((self.seed + 0x9E3779B97F4A7C15 * (place + 1)) % (1 << 63))
+            part.bernoulli_(1 - self.probability, generator=generator)
+        return kept.div_(1 - self.probability)
+
+
+class WeightGradient:
+    """From the gradient of the output to the slope dA - delta of the weights, and on the way that of the values."""
+
+    def __init__(self, value: Tensor, output: Tensor, grad: Tensor, dropout: Dropout, scratch: Scratch) -> None:
+        """Value (G,Nk,Dv), output and its gradient (G,Nq,Dv)."""
+        self.value, self.grad, self.dropout, self.scratch = value, grad, dropout, scratch
+        self.delta = torch.linalg.vecdot(grad, output)[..., None]
+        self.grad_value = torch.zeros_like(value)
+
+    def enter(self, heads: slice) -> None:
+        """Make ready for blocks of these heads."""
+        value, grad, grad_value = self.value[heads], self.grad[heads], self.grad_value[heads]
+        width = value.shape[-1]
+        grads = self.scratch("grads", *grad.shape[:2], width + 1)
+        grads[..., :width] = grad
+        torch.neg(self.delta[heads], out=grads[..., width:])
+        values = self.scratch("values", *value.shape[:2], width + 1)
+        values[..., :width], values[..., width:] = value, 1.0
+        self.grads = Views(lambda at: grads[:, at.start : at.stop].mT)
+        self.plain_grads = Views(lambda at: grads[:, at.start : at.stop, :width])
+        self.values = Views(lambda at: values[:, at.start : at.stop])
+        self.grad_values = Views(lambda at: grad_value[:, at.start : at.stop])
+
+    def slope(self, block: Block, keys: Span, weights: Tensor) -> Tensor:
+        """For the weights (g,nk,nq) of a block."""
+        slope = self.scratch.bmm("slope", self.values[keys], self.grads[block.queries])
+        if self.dropout.probability:
+            kept, delta = self.dropout.kept(weights, block, keys), self.delta[block.place].mT
+            slope.add_(delta).mul_(kept).sub_(delta)
+            weights = weights * kept
+        self.scratch.add_product(self.grad_values[keys], weights, self.plain_grads[block.queries])
+        return slope
+
+
+class Forward:
+    """Output (G,Nq,Dv) and row sums (G,Nq), filled block by block."""
+
+    def __init__(self, query: Tensor, value: Tensor, dropout: Dropout, scratch: Scratch) -> None:
+        self.value, self.dropout, self.scratch, self.width = value, dropout, scratch, value.shape[-1]
+        self.output = value.new_zeros(*query.shape[:2], self.width)
+        self.total = value.new_zeros(query.shape[:2])
+
+    def run(self, kernel: Kernel, blocks: Sequence[Block]) -> None:
+        for heads, group in grouped(blocks):
+            kernel.enter(heads)
+            value = self.value[heads]
+            bordered = self.scratch("values", value.shape[0], self.width + 1, value.shape[1])
+            bordered[:, : self.width], bordered[:, self.width] = value.mT, 1.0  # the last row sums the weights
+            self.run_heads(kernel, group, Views(lambda at, bordered=bordered: bordered[:, :, at.start : at.stop]))
+
+    def run_heads(self, kernel: Kernel, blocks: Iterable[Block], values: Views) -> None:
+        for block in blocks:
+            undropped: Tensor | float = 0.0
+            for keys in block.keys:
+                weights = kernel.weights(block, keys)
+                if self.dropout.probability:
+                    undropped = undropped + weights.sum(1)
+                    weights *= self.dropout.kept(weights, block, keys)
+                sums = self.scratch("sums", weights.shape[0], self.width + 1, weights.shape[2])
+                sums.baddbmm_(values[keys], weights, beta=int(keys.start > 0))
+            total = self.total[block.place]
+            total.copy_(undropped if isinstance(undropped, Tensor) else sums[:, self.width])
+            divisor = total[..., None].clamp(min=torch.finfo(total.dtype).tiny)
+            torch.div(sums[:, : self.width].mT, divisor, out=self.output[block.place])
+
+
+def attend(
+    roads: Sequence[Callable[[], Kernel]], query: Tensor, value: Tensor, most: Tensor, alive: Tensor, is_causal: bool,
+    scores: int, dropout: Dropout, scratch: Scratch,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output (G,Nq,Dv), the log of the row sums (G,Nq; 0 where a row sees no key), and the road each row took.
+
+    `most` (G,1) bounds the log priors, `alive` (G,Nk) says which keys take part, `scores` are the scores per pair.
+    """
+    forward = Forward(query, value, dropout, scratch)
+    total, shift = forward.total, torch.zeros_like(forward.total)
+    road_taken = torch.zeros_like(total, dtype=torch.uint8)
+    pending = list(make_blocks(query.shape[1], alive, is_causal, scores))
+    if pending:
+        kernel = roads[0]()
+        kernel.start(shift)
+        if kernel.narrow:  # nothing can be lost
+            forward.run(kernel, pending)
+            pending = []
+        else:
+            shift = kernel.bound(most)
+    unsure = sees_a_key(query.shape[1], alive, is_causal)
+    for road, exact in ((0, False), *((road, True) for road in range(len(roads)))):
+        pending = [block for block in pending if bool(unsure[block.place].any())]
+        if not pending:
+            break
+        kernel = roads[road]()
+        if exact:
+            kernel.start(torch.zeros_like(shift))
+            for heads, group in grouped(pending):
+                kernel.enter(heads)
+                for block in group:
+                    shift[block.place] = kernel.row_maximum(block)
+        kernel.start(shift)
+        forward.run(kernel, pending)
+        for block in pending:
+            road_taken[block.place] = road
+        unsure = unsure & (total < TINY[total.dtype])
+    empty = total == 0
+    lse = (total.masked_fill(empty, 1).log_() + shift).masked_fill_(empty, 0)
+    return forward.output, lse, road_taken
+
+
+def attend_backward(
+    kernels: Sequence[Kernel], road_taken: Tensor | None, lse: Tensor, alive: Tensor, is_causal: bool, scores: int,
+    grad: WeightGradient,
+) -> None:  # fmt: skip
+    """Fill the gradients of the kernels and of `grad`, recomputing the weights block by block."""
+    for kernel in kernels:
+        kernel.start_backward()
+        if lse.numel() and alive.numel():
+            kernel.start(lse)
+    for heads, group in grouped(make_blocks(lse.shape[1], alive, is_causal, scores)):
+        grad.enter(heads)
+        for kernel in kernels:
+            kernel.enter_backward(heads)
+        for block in group:
+            road = 0 if road_taken is None else int(road_taken[block.place].max())
+            kernels[road].backward(block, grad)
+
+
+def grouped(blocks: Iterable[Block]) -> Iterator[tuple[slice, Iterator[Block]]]:
+    """Blocks of the same heads together."""
+    for _, group in groupby(blocks, key=lambda block: block.heads.start):
+        first = next(group)
+        yield first.heads, chain([first], group)
+
+
+def sees_a_key(num_queries: int, alive: Tensor, is_causal: bool) -> Tensor:
+    """Whether a row sees a key that takes part, (G,Nq)."""
+    num_keys = alive.shape[1]
+    seen = torch.nn.functional.pad(alive.cumsum(-1), (1, 0))  # keys that take part, up to each
+    last = torch.arange(num_queries) + 1 + num_keys - num_queries if is_causal else torch.full((num_queries,), num_keys)
+    return seen[:, last.clamp(min=0)] > 0

@@ -1,0 +1,212 @@
+"""What attention costs: FLOPs, exponentials, decode cache and parameters of every variant, from the dimensions alone.
+
+A multiply-add is 2 FLOPs. FLOPs are those of matrix products, as in PyTorch's counter and in published tables.
+Elementwise work and what is done once per position (norms, maxima, rescaling, masks) are left out; exponentials, which
+bound a modern GPU at D <= 64, are counted apart.
+
+B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value, E width of the model,
+F width of the features of the linear family, P pairs of a query and a key that it sees, C length of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgk.ops.arguments import E_STEPS, check_choice, check_flag, describe
+from mgk.ops.feature_maps import feature_width
+from mgk.ops.linear import CHUNK
+
+VARIANTS = ("softmax", "linear", "mgk", "smgk", "mlk", "smlk")
+GAUSSIAN = ("mgk", "smgk")
+LINEAR = ("linear", "mlk", "smlk")
+PROJECTED = ("mgk", "mlk")  # one key projection per component
+SHIFTED = ("smgk", "smlk")  # one key projection, and one shift per component
+MIXTURES = (*PROJECTED, *SHIFTED)
+PRIORS = ("sgd", "em", "uniform")
+FEATURE_MAPS = ("elu", "favor", "dpfp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """One call of attention, in a layer of its own where projections and parameters are asked for.
+
+    `value_dim` None is `head_dim`, `embed_dim` None is heads * head_dim. `components` and `e_step` count for the
+    mixtures, `feature_map` and `features` (None is the map's own width) for the linear family.
+    """
+
+    variant: str
+    heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    batch: int = 1
+    components: int = 2
+    value_dim: int | None = None
+    embed_dim: int | None = None
+    feature_map: str = "elu"
+    features: int | None = None
+    causal: bool = False
+    e_step: str = "soft"
+
+    def __post_init__(self) -> None:
+        check_choice("variant", self.variant, VARIANTS)
+        check_choice("e_step", self.e_step, E_STEPS)
+        check_choice("feature_map", self.feature_map, FEATURE_MAPS)
+        check_flag("causal", self.causal)
+        for name in ("heads", "head_dim", "queries", "keys", "batch", "components"):
+            check_count(name, getattr(self, name))
+        for name in ("value_dim", "embed_dim", "features"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+
+    @property
+    def M(self) -> int:  # noqa: N802
+        return self.components if self.variant in MIXTURES else 1
+
+    @property
+    def Dv(self) -> int:  # noqa: N802
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def E(self) -> int:  # noqa: N802
+        return self.heads * self.head_dim if self.embed_dim is None else self.embed_dim
+
+    @property
+    def F(self) -> int:  # noqa: N802
+        return feature_width(self.feature_map, self.head_dim) if self.features is None else self.features
+
+    @property
+    def P(self) -> int:  # noqa: N802
+        """Visible pairs of one head: all, or those on and below the lower-right diagonal."""
+        Nq, Nk = self.queries, self.keys
+        if not self.causal:
+            return Nq * Nk
+        seen = min(Nq, Nk)  # queries that see a key; the last one sees all of them
+        return seen * Nk - seen * (seen - 1) // 2
+
+
+@dataclass(frozen=True)
+class Flops:
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+def attention_flops(d: Dimensions) -> Flops:
+    """Of the algorithm that runs between the projections. Per visible pair, forward and backward:
+
+        softmax   2D + 2Dv            6D + 4Dv
+        mgk       2DM + 2Dv           6DM + 4Dv           M score products, one product with V
+        smgk      2D + 2M + 2Dv       6D + 6M + 4Dv       one score product; sum_r u[i,r] w[j,r] is a product of width M
+
+    The backward recomputes the scores. Shifted keys add q.b and k.b for every position. A hard E-step takes maxima
+    where a soft one adds, and costs the same. The linear family (see `linear_flops`) has no pairs but within a chunk.
+    """
+    if d.variant in LINEAR:
+        return linear_flops(d)
+    shifted = d.variant == "smgk"
+    scores = 2 * d.head_dim + 2 * d.M if shifted else 2 * d.head_dim * d.M
+    shifts = 2 * d.head_dim * d.M * (d.queries + d.keys) if shifted else 0
+    forward = d.P * (scores + 2 * d.Dv) + shifts
+    backward = d.P * (3 * scores + 4 * d.Dv) + 2 * shifts
+    return Flops(d.batch * d.heads * forward, d.batch * d.heads * backward)
+
+
+def linear_flops(d: Dimensions) -> Flops:
+    """Of the linear family: 2F(Dv+1) to add a key to the sums, as much to read them with a query (+1: the denominator).
+
+    Causal, chunks read and add in turn, and all pairs within a chunk come to it; the backward does each chunk again.
+    The features are mixed elementwise, so M counts only for FAVOR+, whose features are a product with F random
+    directions. One step of decoding is a call with queries = keys = 1.
+    """
+    width = d.Dv + 1
+    drawn = 2 * d.head_dim * d.F * (d.queries + d.M * d.keys) if d.feature_map == "favor" else 0
+    shared = min(d.queries, d.keys) if d.causal else 0  # positions with a query and a key
+    before = 2 * d.F * width * (d.keys - shared)
+    if not d.causal:
+        sums = before + 2 * d.F * width * d.queries
+        return Flops(d.batch * d.heads * (sums + drawn), d.batch * d.heads * (2 * sums + drawn))
+    chunks = [min(CHUNK, shared - start) for start in range(0, shared, CHUNK)]
+    scan = sum(4 * d.F * width * size + 2 * (d.F + width) * size**2 for size in chunks)
+    forward, backward = before + scan + drawn, 2 * before + 3 * scan + drawn
+    return Flops(d.batch * d.heads * forward, d.batch * d.heads * backward)
+
+
+def reference_flops(d: Dimensions) -> Flops:
+    """Of the dense formula (`impl="reference"`, for `softmax` PyTorch's own), as `FlopCounterMode` sees them.
+
+    The counter knows matrix products only: M score products and one with V over all Nq x Nk pairs, the hidden ones
+    included, and in the backward two products for each. Norms, priors and the mixture are elementwise to it.
+    """
+    if d.variant in LINEAR:
+        raise ValueError(f"variant: expected softmax, mgk or smgk, which have a dense reference, got {d.variant!r}")
+    forward = d.batch * d.heads * d.queries * d.keys * (2 * d.head_dim * d.M + 2 * d.Dv)
+    return Flops(forward, 2 * forward)
+
+
+def projection_flops(d: Dimensions) -> Flops:
+    """Of query_proj, key_proj, value_proj and out_proj; backward, a product for the input and one for the weight."""
+    key_width = d.head_dim * (d.M if d.variant in PROJECTED else 1)
+    of_queries, of_keys = d.head_dim + d.Dv, key_width + d.Dv  # query and output; key and value
+    forward = 2 * d.batch * d.heads * d.E * (d.queries * of_queries + d.keys * of_keys)
+    return Flops(forward, 2 * forward)
+
+
+def exponentials(d: Dimensions) -> int:
+    """Of a forward; the backward of softmax, mgk and smgk computes them again.
+
+    Per visible pair: one for softmax, smgk and a hard E-step, M for mgk. Soft smgk adds M for every query and key.
+    The linear family has one for each feature of each query and component key, and none with DPFP.
+    """
+    positions = d.queries + d.keys
+    if d.variant in LINEAR:
+        per_head = 0 if d.feature_map == "dpfp" else d.F * (d.queries + d.M * d.keys)
+    elif d.e_step == "hard" or d.variant == "softmax":
+        per_head = d.P
+    elif d.variant == "smgk":
+        per_head = d.P + d.M * positions
+    else:
+        per_head = d.M * d.P
+    return d.batch * d.heads * per_head
+
+
+def cache_bytes(d: Dimensions, bytes_per_number: int) -> int:
+    """Of the decode cache after `keys` positions: keys and values, or F x (Dv + 2) numbers whatever the length."""
+    check_count("bytes_per_number", bytes_per_number)
+    if d.variant in LINEAR:
+        numbers = d.F * (d.Dv + 2)
+    else:
+        numbers = d.keys * (d.head_dim * (d.M if d.variant == "mgk" else 1) + d.Dv)
+    return d.batch * d.heads * numbers * bytes_per_number
+
+
+def parameters(
+    d: Dimensions,
+    *,
+    bias: bool = True,
+    prior: str = "sgd",
+    learn_variance: bool = False,
+    kdim: int | None = None,
+    vdim: int | None = None,
+) -> int:
+    """Of `mgk.nn.MixtureAttention` (its values have the width D). A prior by EM is a buffer, not a parameter."""
+    check_choice("prior", prior, PRIORS)
+    inner = d.heads * d.head_dim
+    key_width = inner * (d.M if d.variant in PROJECTED else 1)
+    weights = d.E * inner + (kdim or d.E) * key_width + (vdim or d.E) * inner + inner * d.E
+    biases = 2 * inner + key_width + d.E if bias else 0
+    shift = inner * d.M if d.variant in SHIFTED else 0
+    log_prior = d.heads * d.M if prior == "sgd" and d.e_step == "soft" and d.variant in MIXTURES else 0
+    log_variance = d.heads * d.M if learn_variance and d.variant in GAUSSIAN else 0
+    return weights + biases + shift + log_prior + log_variance
+
+
+def check_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {describe(value)}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value

@@ -1,0 +1,369 @@
+"""Mixture-key attention on a GPU: the launchers, their operators for PyTorch, and the functions `ops/api.py` calls.
+
+B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from mgk.ops.triton import mixture, safe, shifted
+from mgk.ops.triton.bias import key_bias, spans
+from mgk.ops.triton.tiles import Tile, choose
+
+LOG2E = math.log2(math.e)
+MAX_WIDTH = 256
+PAD = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What the last sweep wants instead of the table, (family, kernel) -> Tile; see mgk.bench.
+tile_override: dict[tuple[str, str], Tile] = {}
+
+
+def mgk_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variance: float | Tensor, e_step: str,
+    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    require_support(query, value)
+    per_component = variance.float() if isinstance(variance, Tensor) else None
+    number = 1.0 if isinstance(variance, Tensor) else variance
+    seed = draw_seed(dropout_p, query)
+    result = mixture_forward(
+        dense(query), dense(key), dense(value), contiguous(log_prior), contiguous(per_component), contiguous(key_mask),
+        contiguous(query_mask), seed, number, e_step == "hard", is_causal, dropout_p,
+    )  # fmt: skip
+    return result[0]
+
+
+def smgk_attention(
+    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, variance: float | Tensor,
+    e_step: str, is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    if isinstance(variance, Tensor):  # q.k / s2_r differs between the components: nothing factors
+        keys = (key.float()[:, :, None] + shift.float()[None, :, :, None]).to(key.dtype)
+        return mgk_attention(
+            query, keys, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask
+        )
+    require_support(query, value)
+    result = shifted_forward(
+        dense(query), dense(key), shift.contiguous(), dense(value), contiguous(log_prior), contiguous(key_mask),
+        contiguous(query_mask), draw_seed(dropout_p, query), variance, e_step == "hard", is_causal, dropout_p,
+    )  # fmt: skip
+    return result[0]
+
+
+def require_support(query: Tensor, value: Tensor) -> None:
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"impl: expected CUDA tensors for 'triton', got {query.device}")
+    if query.dtype not in DTYPES:
+        raise TypeError(f"query: expected bfloat16, float16 or float32 for impl='triton', got {query.dtype}")
+    if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
+        raise ValueError(
+            f"query: expected head widths D and Dv up to {MAX_WIDTH} for impl='triton', "
+            f"got {query.shape[-1]} and {value.shape[-1]}"
+        )
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Rows must be contiguous; anything else may be strided."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def draw_seed(dropout_p: float, query: Tensor) -> Tensor | None:
+    """On the device, so that nothing waits for it and every replay of a graph draws anew."""
+    return torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
+
+
+def like(tensor: Tensor, *shape: int) -> Tensor:
+    """Fresh memory with `shape`, laid out as `tensor` is: (B,N,H,D) in memory stays so."""
+    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
+    result = torch.empty([shape[axis] for axis in order], device=tensor.device, dtype=tensor.dtype)
+    return result.permute([order.index(axis) for axis in range(len(order))])
+
+
+def block_width(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def precision(tensor: Tensor) -> str:
+    """Float32 products are exact unless the user allowed TF32 for matrix products."""
+    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
+def tile(family: str, kernel: str, query: Tensor, value: Tensor, components: int) -> Tile:
+    if (family, kernel) in tile_override:
+        return tile_override[family, kernel]
+    width = max(block_width(query.shape[-1]), block_width(value.shape[-1]))
+    return choose(family, kernel, width, components, query.element_size())
+
+
+def padded(length: int) -> int:
+    """Vectors along the queries or keys are padded to whole tiles of any size in use."""
+    return triton.cdiv(length, PAD) * PAD
+
+
+def common(query: Tensor, key: Tensor, value: Tensor, components: int) -> dict[str, Any]:
+    width, value_width = query.shape[-1], value.shape[-1]
+    return {
+        "D": width, "DV": value_width, "BD": block_width(width), "BV": block_width(value_width), "M": components,
+        "EVEN": query.shape[2] % PAD == 0 and key.shape[-2] % PAD == 0, "PRECISION": precision(query),
+    }  # fmt: skip
+
+
+def launch(choice: Tile) -> dict[str, int]:
+    return {"BM": choice.queries, "BN": choice.keys, "num_warps": choice.warps, "num_stages": choice.stages}
+
+
+def safe_tile(choice: Tile) -> Tile:
+    """The query blocks are the forward kernel's; the rest only has to fit."""
+    return Tile(choice.queries, 32, 8 if choice.queries == 128 else 4, 1)
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
+
+
+def dropout_numbers(dropout_p: float) -> tuple[int, float]:
+    return int(dropout_p * 2**31), 1 / (1 - dropout_p)
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    return [stride for tensor in tensors for stride in tensor.stride()[:-1]]
+
+
+@torch.library.custom_op("mgk::triton_shifted", mutates_args=())
+def shifted_forward(
+    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
+    query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output; what is known of the queries (G,2+2M,Nq') and keys (G,1+2M,Nk'); query blocks in conflict (G,blocks)."""
+    heads, num_queries, num_keys = query.shape[1], query.shape[2], key.shape[2]
+    choice = tile("shifted", "forward", query, value, shift.shape[1])
+    output, rows, keys, conflict = shifted_results(query, key, shift, value, choice)
+    if output.numel():
+        key_bias(keys, key, shift, None if hard else log_prior, None, 1 / variance, key_mask)
+        masks, numbers = spans(query_mask, key_mask, num_queries, num_keys), (LOG2E / variance, *dropout_numbers(dropout_p))
+        sizes = *strides(query, key, value, output), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
+        settings = {
+            **common(query, key, value, shift.shape[1]), "CAUSAL": causal, "SPANS": masks is not None,
+            "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0,
+        }  # fmt: skip
+        shifted.forward_kernel[(conflict.numel(),)](
+            query, key, shift, value, keys, output, rows, conflict, masks, as_bytes(query_mask), seed, *numbers, *sizes,
+            **settings, HARD=hard, **launch(choice),
+        )  # fmt: skip
+        if not hard and shift.shape[1] > 1:
+            safe.forward_kernel[(conflict.shape[0],)](
+                query, key, value, keys, output, rows, conflict, masks, as_bytes(query_mask), seed, *numbers, *sizes,
+                **settings, **launch(safe_tile(choice)),
+            )  # fmt: skip
+    return output, rows, keys, conflict
+
+
+def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, choice: Tile) -> tuple[Tensor, ...]:
+    batch, heads, num_queries, _ = query.shape
+    components, length = shift.shape[1], padded(num_queries)
+    empty = partial(torch.empty, device=query.device, dtype=torch.float32)
+    return (
+        like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, 2 + 2 * components, length),
+        empty(batch * heads, 1 + 2 * components, padded(key.shape[2])),
+        empty(batch * heads, length // choice.queries, dtype=torch.int32),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("mgk::triton_shifted_backward", mutates_args=())
+def shifted_backward(
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
+    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
+    keys: Tensor, conflict: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key, shift, value and log_prior (in float32, and empty where there is none)."""
+    (batch, heads, num_queries, width), num_keys, components = query.shape, key.shape[2], shift.shape[1]
+    on_queries = tile("shifted", "query", query, value, components)
+    on_keys = tile("shifted", "key", query, value, components)
+    query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
+    parts, positions = query_blocks + key_blocks, log_prior is not None and log_prior.dim() == 3 and not hard
+    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
+    empty = partial(torch.empty, device=query.device, dtype=torch.float32)
+    delta = empty(rows.shape[0], rows.shape[-1])
+    part = empty(batch, heads, parts, components, block_width(width) + 1)
+    grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
+    masks = spans(query_mask, key_mask, num_queries, num_keys)
+    settings = {
+        **common(query, key, value, components), "HARD": hard, "CAUSAL": causal, "SPANS": masks is not None,
+        "DROPOUT": dropout_p > 0,
+    }  # fmt: skip
+    numbers = LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance
+    sizes = heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
+    if batch * heads * query_blocks:
+        shifted.query_kernel[(batch * heads * query_blocks,)](
+            query, key, shift, value, keys, output, rows, masks, seed, grad, delta, grads[0], part, *numbers,
+            *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, **launch(on_queries),
+        )  # fmt: skip
+    if batch * heads * key_blocks:
+        shifted.key_kernel[(batch * heads * key_blocks,)](
+            query, key, shift, value, keys, rows, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part,
+            *numbers, *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks, parts, **settings,
+            POSITIONS=positions, **launch(on_keys),
+        )  # fmt: skip
+    if not hard and components > 1 and output.numel():
+        del settings["HARD"]
+        flagged = safe_tile(tile("shifted", "forward", query, value, components))
+        safe.backward_kernel[(batch * heads,)](
+            query, key, shift, value, keys, rows, conflict, masks, seed, grad, delta, *grads, grad_bias, part, *numbers,
+            *strides(query, key, value, grad, *grads), *sizes, query_blocks, parts, **settings, POSITIONS=positions,
+            FLAGS=triton.next_power_of_2(conflict.shape[1]), **launch(flagged),
+        )  # fmt: skip
+    total = part.sum((0, 2))  # (H,M,BD+1)
+    grad_prior = grad_bias.sum(0) if positions else total[..., -1].contiguous()
+    if hard or log_prior is None:
+        grad_prior = empty(0) if log_prior is None else torch.zeros_like(log_prior, dtype=torch.float32)
+    return grads[0], grads[1], total[..., :width].contiguous(), grads[2], grad_prior
+
+
+@torch.library.custom_op("mgk::triton_mixture", mutates_args=())
+def mixture_forward(
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
+    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, row sums (G,Nq') and key biases (G,M,Nk')."""
+    (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
+    choice = tile("mixture", "forward", query, value, components)
+    output, rows, keys = mixture_results(query, key, value)
+    if output.numel():
+        key_bias(keys, key, None, None if hard else log_prior, per_component, 1 / variance, key_mask)
+        mixture.forward_kernel[(rows.shape[-1] // choice.queries * batch * heads,)](
+            query, key, value, keys, per_component, output, rows, spans(query_mask, key_mask, num_queries, num_keys),
+            as_bytes(query_mask), seed, 1 / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output),
+            heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], **common(query, key, value, components),
+            HARD=hard, VARIANCES=per_component is not None, CAUSAL=causal,
+            SPANS=query_mask is not None or key_mask is not None, MASK_QUERIES=query_mask is not None,
+            DROPOUT=dropout_p > 0, **launch(choice),
+        )  # fmt: skip
+    return output, rows, keys
+
+
+def mixture_results(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
+    empty = partial(torch.empty, device=query.device, dtype=torch.float32)
+    return (
+        like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, padded(num_queries)),
+        empty(batch * heads, components, padded(num_keys)),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("mgk::triton_mixture_backward", mutates_args=())
+def mixture_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
+    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
+    keys: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key, value, log_prior and the variances (in float32, and empty where there is none)."""
+    (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
+    on_queries = tile("mixture", "query", query, value, components)
+    on_keys = tile("mixture", "key", query, value, components)
+    query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
+    varied, positions = per_component is not None, log_prior is not None and log_prior.dim() == 3 and not hard
+    query_parts = query_blocks if varied else 0  # only then do queries contribute
+    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
+    empty = partial(torch.empty, device=query.device, dtype=torch.float32)
+    delta = empty(rows.shape)
+    part = empty(batch, heads, query_parts + key_blocks, components, 2)
+    grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
+    masks = spans(query_mask, key_mask, num_queries, num_keys)
+    settings = {
+        **common(query, key, value, components), "HARD": hard, "VARIANCES": varied, "CAUSAL": causal,
+        "SPANS": masks is not None, "DROPOUT": dropout_p > 0,
+    }  # fmt: skip
+    numbers = 1 / variance, *dropout_numbers(dropout_p)
+    sizes = heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
+    if batch * heads * query_blocks:
+        mixture.query_kernel[(batch * heads * query_blocks,)](
+            query, key, value, keys, per_component, output, rows, masks, seed, grad, delta, grads[0], part, *numbers,
+            *strides(query, key, value, output, grad, grads[0]), *sizes, part.shape[2], **settings,
+            **launch(on_queries),
+        )  # fmt: skip
+    if batch * heads * key_blocks:
+        mixture.key_kernel[(batch * heads * key_blocks,)](
+            query, key, value, keys, per_component, rows, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part,
+            *numbers, *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_parts, part.shape[2],
+            **settings, POSITIONS=positions, **launch(on_keys),
+        )  # fmt: skip
+    grad_prior, grad_variance = empty(0), empty(0)
+    if log_prior is not None or varied:
+        total = part[..., : 1 + varied].sum((0, 2))  # (H,M,1 or 2)
+        if log_prior is not None:
+            grad_prior = torch.zeros_like(log_prior, dtype=torch.float32) if hard else total[..., 0].contiguous()
+            grad_prior = grad_bias.sum(0) if positions else grad_prior
+        if varied:
+            grad_variance = total[..., 1].contiguous()
+    return grads[0], grads[1], grads[2], grad_prior, grad_variance
+
+
+@shifted_forward.register_fake
+def _(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return shifted_results(query, key, shift, value, tile("shifted", "forward", query, value, shift.shape[1]))
+
+
+@mixture_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return mixture_results(query, key, value)
+
+
+def fake_float32(tensor: Tensor | None, like_this: Tensor) -> Tensor:
+    shape = (0,) if tensor is None else tensor.shape
+    return like_this.new_empty(shape, dtype=torch.float32)
+
+
+@shifted_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, *_: Any) -> Any:
+    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
+    return grads[0], grads[1], fake_float32(shift, query), grads[2], fake_float32(log_prior, query)
+
+
+@mixture_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
+    *_: Any,
+) -> Any:  # fmt: skip
+    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
+    return *grads, fake_float32(log_prior, query), fake_float32(per_component, query)
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, variance, hard, causal, dropout_p = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.options = variance, hard, causal, dropout_p
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def cast(grad: Tensor, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else grad.to(tensor.dtype)
+
+
+def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grad_query, grad_key, grad_shift, grad_value, grad_prior = shifted_backward(dense(grad), *tensors, *ctx.options)
+    grads = grad_query, grad_key, cast(grad_shift, tensors[2]), grad_value, cast(grad_prior, tensors[4])
+    return *grads, *[None] * 7
+
+
+def mixture_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    *grads, grad_prior, grad_variance = mixture_backward(dense(grad), *tensors, *ctx.options)
+    return *grads, cast(grad_prior, tensors[3]), cast(grad_variance, tensors[4]), *[None] * 7
+
+
+shifted_forward.register_autograd(shifted_autograd, setup_context=keep_for_backward)
+mixture_forward.register_autograd(mixture_autograd, setup_context=keep_for_backward)

@@ -1,0 +1,379 @@
+"""Kernels for projected keys, l[i,j,r] = q_i.k_jr/s2_r + row_bias[i,r] + key_bias[j,r]: M products, one with V.
+
+The key bias log prior - |k_jr|^2/(2 s2_r) comes from `bias.py`. With one variance the row bias is the same for all
+components and cancels; with a variance per component (VARIANCES) it is -|q_i|^2/(2 s2_r), computed here.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mgk.ops.triton.primitives import (
+    LOG2E,
+    NEVER,
+    kept,
+    key_range,
+    load_tile,
+    load_vector,
+    load_vectors,
+    online_softmax,
+    store_tile,
+    zeros_tuple,
+)
+
+
+@triton.jit
+def inverse_variances(p_variance, i_h, inverse_variance, M: tl.constexpr, VARIANCES: tl.constexpr):
+    """1/s2 of each component, as a tuple of numbers."""
+    result = ()
+    for r in tl.static_range(M):
+        if VARIANCES:
+            result = result + (1.0 / tl.load(p_variance + i_h * M + r),)
+        else:
+            result = result + (inverse_variance,)
+    return result
+
+
+@triton.jit
+def row_biases(b_q, inverse, M: tl.constexpr, VARIANCES: tl.constexpr):
+    """-|q|^2 / 2 s2_r in base 2, or nothing where it cancels.  # M x [BM]"""
+    result = ()
+    norm = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+    for r in tl.static_range(M):
+        if VARIANCES:
+            result = result + (norm * (-0.5 * LOG2E) * inverse[r],)
+        else:
+            result = result + (tl.zeros_like(norm),)
+    return result
+
+
+@triton.jit
+def tile_scores(
+    b_q, p_k, p_lw, start, i_m, offset, row, inverse, num_keys, padded_keys, stride_km, stride_k, D: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """l in base 2, -inf where causality hides, and the keys, as tuples.  # M x [BM, BN], M x [BN, BD]"""
+    o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
+    log_w = load_vectors(p_lw, start, padded_keys, BN, M)
+    result, keys = (), ()
+    for r in tl.static_range(M):
+        b_k = load_tile(p_k + r * stride_km, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
+        x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (inverse[r] * LOG2E) + log_w[r][None, :]
+        if VARIANCES:
+            x += row[r][:, None]
+        if CAUSAL and MASKED:
+            x = tl.where(o_n[None, :] <= o_m[:, None] + offset, x, NEVER)
+        result, keys = result + (x,), keys + (b_k,)
+    return result, keys
+
+
+@triton.jit
+def forward_step(
+    start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, p_seed, i_bh, i_m, offset, threshold, inverse_keep, num_keys,
+    padded_keys, stride_km, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    M: tl.constexpr, HARD: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    x, _ = tile_scores(
+        b_q, p_k, p_lw, start, i_m, offset, row, inverse, num_keys, padded_keys, stride_km, stride_k, D, BD, M,
+        VARIANCES, CAUSAL, MASKED, PRECISION, BM, BN,
+    )  # fmt: skip
+    largest = x[0]
+    for r in tl.static_range(1, M):
+        largest = tl.maximum(largest, x[r])
+    m, m_safe, alpha = online_softmax(tl.max(largest, 1), m)
+    if HARD:
+        p = tl.exp2(largest - m_safe[:, None])
+    else:
+        p = tl.exp2(x[0] - m_safe[:, None])
+        for r in tl.static_range(1, M):
+            p += tl.exp2(x[r] - m_safe[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    if DROPOUT:
+        o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
+        p = tl.where(kept(p_seed, i_bh, o_m[:, None], o_n[None, :], threshold), p * inverse_keep, 0.0)
+    b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m, l
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, LW, VARIANCE, OUT, LSE, SPAN, QUERY_MASK, SEED, inverse_variance, threshold, inverse_keep,
+    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
+    padded_queries, padded_keys,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
+    VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, MASK_QUERIES: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    blocks = padded_queries // BM
+    i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks  # long causal rows start first
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    offset = num_keys - num_queries
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
+    o_m = i_m * BM + tl.arange(0, BM)
+    p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+    p_lw, p_row = LW + i_bh.to(tl.int64) * M * padded_keys, i_bh.to(tl.int64) * padded_queries
+    b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
+    inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
+    row = row_biases(b_q, inverse, M, VARIANCES)
+
+    stop = last_key
+    if CAUSAL:
+        stop = tl.minimum(stop, i_m * BM + BM + offset)
+    if i_m * BM >= last_query:
+        stop = 0
+    full = tl.minimum(tl.cdiv(tl.maximum(stop, 0), BN), num_keys // BN) * BN  # whole tiles, none of it hidden
+    if CAUSAL:
+        full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
+    m, l = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
+    for start in range(0, full, BN):
+        acc, m, l = forward_step(
+            start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, SEED, i_bh, i_m, offset, threshold, inverse_keep,
+            num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, False, DROPOUT, PRECISION,
+            BM, BN,
+        )  # fmt: skip
+    if CAUSAL or not EVEN:
+        for start in range(full, stop, BN):
+            acc, m, l = forward_step(
+                start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, SEED, i_bh, i_m, offset, threshold, inverse_keep,
+                num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True, DROPOUT,
+                PRECISION, BM, BN,
+            )  # fmt: skip
+    takes_part = (l > 0) & (o_m < num_queries)
+    if MASK_QUERIES:
+        takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
+    out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
+    store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
+    tl.store(LSE + p_row + o_m, tl.where(takes_part, m + tl.log2(l), float("inf")))
+
+
+@triton.jit
+def winner(x, M: tl.constexpr):
+    """Which component has the largest entry, the first one among equals, and that entry."""
+    best, won = x[0], tl.zeros(x[0].shape, tl.int32)
+    for r in tl.static_range(1, M):
+        won = tl.where(x[r] > best, r, won)
+        best = tl.maximum(best, x[r])
+    return best, won
+
+
+@triton.jit
+def query_step(
+    start, b_q, b_do, b_dq, drow, row, inverse, lse, delta, p_k, p_v, p_lw, p_seed, i_bh, i_m, offset, threshold,
+    inverse_keep, num_keys, padded_keys, stride_km, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, VARIANCES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """One key tile's share of dq (times s2, with one variance) and of the row biases."""
+    b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
+    x, keys = tile_scores(
+        b_q, p_k, p_lw, start, i_m, offset, row, inverse, num_keys, padded_keys, stride_km, stride_k, D, BD, M,
+        VARIANCES, CAUSAL, MASKED, PRECISION, BM, BN,
+    )  # fmt: skip
+    slope = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
+    if DROPOUT:
+        o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
+        slope = tl.where(kept(p_seed, i_bh, o_m[:, None], o_n[None, :], threshold), slope * inverse_keep, 0.0)
+    slope -= delta[:, None]
+    new = ()
+    if HARD:
+        best, won = winner(x, M)
+        whole = tl.exp2(best - lse[:, None]) * slope
+    for r in tl.static_range(M):
+        if HARD:
+            ds = tl.where(won == r, whole, 0.0)
+        else:
+            ds = tl.exp2(x[r] - lse[:, None]) * slope
+        if VARIANCES:
+            new = new + (drow[r] + tl.sum(ds, 1),)
+            ds *= inverse[r]
+        else:
+            new = new + (drow[r],)
+        b_dq = tl.dot(ds.to(b_q.dtype), keys[r], b_dq, input_precision=PRECISION)
+    return b_dq, new
+
+
+@triton.jit
+def query_kernel(
+    Q, K, V, LW, VARIANCE, OUT, LSE, SPAN, SEED, DO, DELTA, DQ, PART, inverse_variance, threshold, inverse_keep,
+    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn,
+    H, num_queries, num_keys, padded_queries, padded_keys, parts,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
+    VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dq, delta, and each query block's share of dvariance."""
+    blocks = padded_queries // BM
+    i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    offset = num_keys - num_queries
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
+    o_m = i_m * BM + tl.arange(0, BM)
+    p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+    p_lw, p_row = LW + i_bh.to(tl.int64) * M * padded_keys, i_bh.to(tl.int64) * padded_queries
+    b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
+    b_do = load_tile(DO + i_b * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
+    b_o = load_tile(OUT + i_b * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
+    delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
+    tl.store(DELTA + p_row + o_m, delta)
+    lse = load_vector(LSE + p_row, i_m * BM, BM)
+    inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
+    row = row_biases(b_q, inverse, M, VARIANCES)
+
+    stop = last_key
+    if CAUSAL:
+        stop = tl.minimum(stop, i_m * BM + BM + offset)
+    if i_m * BM >= last_query:
+        stop = 0
+    full = tl.minimum(tl.cdiv(tl.maximum(stop, 0), BN), num_keys // BN) * BN
+    if CAUSAL:
+        full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
+    b_dq, drow = tl.zeros([BM, BD], tl.float32), zeros_tuple([BM], M)
+    for start in range(0, full, BN):
+        b_dq, drow = query_step(
+            start, b_q, b_do, b_dq, drow, row, inverse, lse, delta, p_k, p_v, p_lw, SEED, i_bh, i_m, offset, threshold,
+            inverse_keep, num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, False,
+            DROPOUT, PRECISION, BM, BN,
+        )  # fmt: skip
+    if CAUSAL or not EVEN:
+        for start in range(full, stop, BN):
+            b_dq, drow = query_step(
+                start, b_q, b_do, b_dq, drow, row, inverse, lse, delta, p_k, p_v, p_lw, SEED, i_bh, i_m, offset,
+                threshold, inverse_keep, num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, VARIANCES,
+                CAUSAL, True, DROPOUT, PRECISION, BM, BN,
+            )  # fmt: skip
+    if VARIANCES:
+        norm = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+        p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * 2
+        for r in tl.static_range(M):
+            b_dq -= (drow[r] * inverse[r])[:, None] * b_q.to(tl.float32)
+            tl.store(p_part + r * 2, 0.0)
+            tl.store(p_part + r * 2 + 1, tl.sum(drow[r] * norm, 0) * 0.5 * inverse[r] * inverse[r])
+    else:
+        b_dq *= inverse_variance
+    store_tile(DQ + i_b * sdb + i_h * sdh, b_dq, i_m * BM, num_queries, sdn, BM, D, BD)
+
+
+@triton.jit
+def key_step(
+    start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, p_seed, i_bh, i_n, offset, threshold,
+    inverse_keep, num_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, VARIANCES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """One query tile's share of dk, dv and the key biases, keys down and queries across."""
+    o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
+    b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, MASKED)  # [BM, BD]
+    b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, MASKED)  # [BM, BV]
+    lse, delta = load_vector(p_lse, start, BM), load_vector(p_delta, start, BM)
+    slope = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+    keep = 0
+    if DROPOUT:
+        keep = kept(p_seed, i_bh, o_m[None, :], o_n[:, None], threshold)
+        slope = tl.where(keep, slope * inverse_keep, 0.0)
+    slope -= delta[None, :]
+    row = row_biases(b_q, inverse, M, VARIANCES)
+    x = ()
+    for r in tl.static_range(M):
+        y = tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION) * (inverse[r] * LOG2E) + log_w[r][:, None]
+        if VARIANCES:
+            y += row[r][None, :]
+        if CAUSAL and MASKED:
+            y = tl.where(o_n[:, None] <= o_m[None, :] + offset, y, NEVER)
+        x = x + (y,)
+    if HARD:
+        best, won = winner(x, M)
+        total = tl.exp2(best - lse[None, :])
+        whole = total * slope
+    else:
+        total = tl.zeros_like(slope)
+    dk, db = (), ()
+    for r in tl.static_range(M):
+        if HARD:
+            ds = tl.where(won == r, whole, 0.0)
+        else:
+            part = tl.exp2(x[r] - lse[None, :])
+            total += part
+            ds = part * slope
+        db = db + (dw[r] + tl.sum(ds, 1),)
+        dk = dk + (tl.dot(ds.to(b_q.dtype), b_q, b_dk[r], input_precision=PRECISION),)
+    if DROPOUT:
+        total = tl.where(keep, total * inverse_keep, 0.0)
+    b_dv = tl.dot(total.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+    return dk, b_dv, db
+
+
+@triton.jit
+def key_kernel(
+    Q, K, V, LW, VARIANCE, LSE, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, inverse_variance, threshold, inverse_keep,
+    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen,
+    H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
+    VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk, dv, and each key block's share of dlog_prior and dvariance."""
+    blocks = padded_keys // BN
+    i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    offset = num_keys - num_queries
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
+    o_n = i_n * BN + tl.arange(0, BN)
+    p_q, p_do = Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh
+    p_k, p_row = K + i_b * skb + i_h * skh, i_bh.to(tl.int64) * padded_queries
+    p_lse, p_delta = LSE + p_row, DELTA + p_row
+    b_v = load_tile(V + i_b * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
+    log_w = load_vectors(LW + i_bh.to(tl.int64) * M * padded_keys, i_n * BN, padded_keys, BN, M)
+    keys = ()
+    for r in tl.static_range(M):
+        keys = keys + (load_tile(p_k + r * skm, i_n * BN, num_keys, skn, BN, D, BD, True),)  # [BN, BD]
+    inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
+
+    begin, stop = 0, last_query
+    if i_n * BN >= last_key:
+        stop = 0
+    whole = tl.minimum(tl.cdiv(stop, BM), num_queries // BM) * BM  # the tiles up to here are whole
+    visible = begin  # and those from here on hide nothing
+    if CAUSAL:
+        begin = tl.minimum(tl.maximum(i_n * BN - offset, 0) // BM * BM, stop)
+        visible = tl.minimum(tl.cdiv(tl.maximum(i_n * BN + BN - 1 - offset, 0), BM) * BM, stop)
+    b_dk, b_dv, dw = zeros_tuple([BN, BD], M), tl.zeros([BN, BV], tl.float32), zeros_tuple([BN], M)
+    if CAUSAL:
+        for start in range(begin, visible, BM):
+            b_dk, b_dv, dw = key_step(
+                start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset, threshold,
+                inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True, DROPOUT,
+                PRECISION, BM, BN,
+            )  # fmt: skip
+    for start in range(visible, whole, BM):
+        b_dk, b_dv, dw = key_step(
+            start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset, threshold,
+            inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, False, DROPOUT,
+            PRECISION, BM, BN,
+        )  # fmt: skip
+    if not EVEN:
+        for start in range(tl.maximum(visible, whole), stop, BM):
+            b_dk, b_dv, dw = key_step(
+                start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset, threshold,
+                inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True, DROPOUT,
+                PRECISION, BM, BN,
+            )  # fmt: skip
+
+    p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * 2
+    for r in tl.static_range(M):
+        b_k = keys[r].to(tl.float32)  # [BN, BD]
+        tl.store(p_part + r * 2, tl.sum(dw[r], 0))
+        if VARIANCES:
+            moment = tl.sum(b_k * (0.5 * dw[r][:, None] * b_k - b_dk[r]), 1)
+            tl.store(p_part + r * 2 + 1, tl.sum(moment, 0) * inverse[r] * inverse[r])
+        grad = (b_dk[r] - dw[r][:, None] * b_k) * inverse[r]
+        store_tile(DK + i_b * sdb + i_h * sdh + r * sdm, grad, i_n * BN, num_keys, sdn, BN, D, BD)
+        if POSITIONS:
+            tl.store(DLW + (i_bh.to(tl.int64) * M + r) * num_keys + o_n, dw[r], mask=o_n < num_keys)
+    store_tile(DV_ + i_b * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)

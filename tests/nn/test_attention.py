@@ -1,0 +1,221 @@
+"""`MixtureAttention` computes its formula, whatever is called with what, and sits where nn.MultiheadAttention sits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mgk.nn import MixtureAttention
+from tests.nn.common import EXACT, KINDS, dense, make, normal, visible
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+each_variant = pytest.mark.parametrize("kind", ["softmax", "linear", "mgk", "smgk", "mlk", "smlk"])
+
+
+@every_kind
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_self_attention_is_the_dense_formula(kind: str, is_causal: bool) -> None:
+    module, x = make(kind), normal(2, 9, 12)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 6:], padding[1, :2] = True, True  # right and left; causal, the first queries of the second see nothing
+    for mask in (None, padding):
+        output, weights = module(
+            x, key_padding_mask=mask, need_weights=True, average_attn_weights=False, is_causal=is_causal
+        )
+        expected, expected_weights = dense(module, x, x, x, visible(2, 9, 9, is_causal, mask))
+        torch.testing.assert_close(output, expected, **EXACT)
+        torch.testing.assert_close(weights, expected_weights, **EXACT)
+        averaged = module(x, x, x, mask, True, None, True, is_causal)[1]  # the order of nn.MultiheadAttention
+        torch.testing.assert_close(averaged, expected_weights.mean(1), **EXACT)
+        assert module(x, key_padding_mask=mask, is_causal=is_causal)[1] is None
+
+
+@every_kind
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cross_attention_is_the_dense_formula(kind: str, is_causal: bool) -> None:
+    module = make(kind, kdim=5, vdim=7)
+    query, key, value = normal(2, 4, 12), normal(2, 6, 5, seed=1), normal(2, 6, 7, seed=2)
+    output, _ = module(query, key, value, is_causal=is_causal)
+    expected, _ = dense(module, query, key, value, visible(2, 4, 6, is_causal))
+    torch.testing.assert_close(output, expected, **EXACT)
+
+
+@each_variant
+def test_value_defaults_to_key(kind: str) -> None:
+    module, query, key = make(kind), normal(2, 4, 12), normal(2, 6, 12, seed=1)
+    torch.testing.assert_close(module(query, key)[0], module(query, key, key)[0], rtol=0, atol=0)
+
+
+@each_variant
+def test_causal_module_is_a_causal_call(kind: str) -> None:
+    module, x = make(kind), normal(2, 5, 12)
+    expected = module(x, is_causal=True)[0]
+    module.causal = True
+    torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=0)
+
+
+@each_variant
+def test_unbatched_input_is_a_batch_of_one(kind: str) -> None:
+    module, x = make(kind), normal(5, 12)
+    padding = torch.tensor([False, False, True, False, True])
+    output, weights = module(x, key_padding_mask=padding, need_weights=True)
+    expected, expected_weights = module(x[None], key_padding_mask=padding[None], need_weights=True)
+    torch.testing.assert_close(output, expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(weights, expected_weights[0], rtol=0, atol=0)
+
+
+@each_variant
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_batch_is_its_sequences_alone(kind: str, is_causal: bool) -> None:
+    """Right and left padding, with garbage in the padded places."""
+    module, lengths = make(kind), (7, 4, 1)
+    sequences = [normal(length, 12, seed=length) for length in lengths]
+    for place in (slice(0, None), slice(-7, None)):
+        x, padding = 100 * normal(3, 7, 12, seed=9), torch.ones(3, 7, dtype=torch.bool)
+        rows = [slice(0, n) if place.start == 0 else slice(7 - n, 7) for n in lengths]
+        for b, row in enumerate(rows):
+            x[b, row], padding[b, row] = sequences[b], False
+        output, _ = module(x, key_padding_mask=padding, is_causal=is_causal)
+        for b, row in enumerate(rows):
+            torch.testing.assert_close(output[b, row], module(sequences[b], is_causal=is_causal)[0], **EXACT)
+
+
+@every_kind
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_reach_every_parameter(kind: str, bias: bool) -> None:
+    module = make(kind, bias=bias).train()
+    module(normal(2, 5, 12), is_causal=True)[0].square().sum().backward()
+    for name, parameter in module.named_parameters():
+        if kind == "softmax" and name == "key_proj.bias":  # q.b is the same for all keys of a query, and cancels
+            continue
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 1e-12, name
+
+
+def test_initial_values_are_the_papers() -> None:
+    torch.manual_seed(0)
+    module = MixtureAttention(64, 8, head_dim=32, learn_variance=True)
+    assert module.shift is not None
+    assert module.log_variance is not None
+    torch.testing.assert_close(module.prior, torch.full((8, 2), 0.5))
+    torch.testing.assert_close(module.log_variance.exp(), torch.full((8, 2), 32**0.5))
+    # 512 standard normal numbers: mean 0 +- 1/sqrt(512) and variance 1 +- sqrt(2/512), four times each.
+    assert module.shift.shape == (8, 2, 32)
+    assert module.shift.mean().abs() < 4 / 512**0.5
+    assert (module.shift.var() - 1).abs() < 4 * (2 / 512) ** 0.5
+    assert MixtureAttention(8, 2, num_components=4).prior.eq(0.25).all()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk", "smgk-hard"])
+def test_dropout_in_training_only(kind: str) -> None:
+    module, x = make(kind, dropout=0.5), normal(2, 6, 12)
+    plain = dense(module, x, x, x, visible(2, 6, 6, False))[0]
+    torch.testing.assert_close(module(x)[0], plain, **EXACT)
+    module.train()
+    torch.manual_seed(1)
+    first = module(x)[0]
+    torch.manual_seed(1)
+    torch.testing.assert_close(module(x)[0], first, rtol=0, atol=0)
+    assert not torch.allclose(first, plain)
+
+
+@every_kind
+def test_state_dict_round_trip_and_deepcopy(kind: str) -> None:
+    module, x = make(kind), normal(2, 5, 12)
+    other = MixtureAttention(12, 3, dtype=torch.float64, **KINDS[kind]).eval()
+    assert not torch.equal(other(x)[0], module(x)[0])
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(other(x)[0], module(x)[0], rtol=0, atol=0)
+    torch.testing.assert_close(copy.deepcopy(module)(x)[0], module(x)[0], rtol=0, atol=0)
+
+
+def test_state_dict_names() -> None:
+    projections = {f"{name}_proj.{part}" for name in ("query", "key", "value", "out") for part in ("weight", "bias")}
+    assert set(make("softmax").state_dict()) == projections
+    assert set(make("mgk").state_dict()) == projections | {"log_prior"}
+    assert set(make("smgk-positions").state_dict()) == projections | {"log_prior", "shift"}
+    assert set(make("smgk-variance").state_dict()) == projections | {"log_variance", "shift"}
+    assert set(make("smgk-hard").state_dict()) == projections | {"shift"}  # the priors play no part
+    assert set(make("smlk-favor").state_dict()) == projections | {"log_prior", "shift", "feature_map.projection"}
+
+
+@each_variant
+def test_bfloat16_autocast(kind: str) -> None:
+    """Inputs, keys and outputs are rounded to 2^-9; logits below 8 make of it 2^-6 of a weight and of the output."""
+    module, x = make(kind).float(), normal(2, 8, 12).float()
+    expected = module(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(x)[0]
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    torch.testing.assert_close(output.float(), expected, rtol=2**-6, atol=2**-5)
+
+
+def as_multihead(attention: nn.MultiheadAttention) -> MixtureAttention:
+    """Softmax attention with the weights of PyTorch's."""
+    module = MixtureAttention(attention.embed_dim, attention.num_heads, variant="softmax", dtype=torch.float64)
+    parts = zip(attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), strict=True)
+    with torch.no_grad():
+        for projection, (weight, bias) in zip(
+            (module.query_proj, module.key_proj, module.value_proj), parts, strict=True
+        ):
+            projection.weight.copy_(weight)
+            projection.bias.copy_(bias)
+    module.out_proj.load_state_dict(attention.out_proj.state_dict())
+    return module
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_encoder_layer_with_softmax_is_pytorchs(training: bool) -> None:
+    layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.0, batch_first=True, dtype=torch.float64).train(training)
+    nn.init.normal_(layer.self_attn.in_proj_bias)
+    ours, x = copy.deepcopy(layer), normal(2, 6, 12)
+    ours.self_attn = as_multihead(layer.self_attn).train(training)  # type: ignore[assignment]
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    causal = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    with torch.set_grad_enabled(training):  # without gradients PyTorch's layer takes its fused path, and ours must not
+        torch.testing.assert_close(ours(x), layer(x), **EXACT)
+        torch.testing.assert_close(ours(x, causal, is_causal=True), layer(x, causal, is_causal=True), **EXACT)
+        hidden = padding[..., None]
+        for mask in (None, causal):
+            left, right = (
+                m(x, mask, padding, is_causal=mask is not None).masked_fill(hidden, 0) for m in (ours, layer)
+            )
+            torch.testing.assert_close(left, right, **EXACT)
+
+
+def test_decoder_layer_with_softmax_is_pytorchs() -> None:
+    layer = nn.TransformerDecoderLayer(12, 4, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    ours, x, memory = copy.deepcopy(layer), normal(2, 6, 12), normal(2, 5, 12, seed=1)
+    ours.self_attn = as_multihead(layer.self_attn)  # type: ignore[assignment]
+    ours.multihead_attn = as_multihead(layer.multihead_attn)  # type: ignore[assignment]
+    causal = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+    left, right = (m(x, memory, tgt_mask=causal, tgt_is_causal=True) for m in (ours, layer))
+    torch.testing.assert_close(left, right, **EXACT)
+
+
+@each_variant
+@pytest.mark.parametrize("training", [True, False])
+def test_encoder_stack_with_mixtures(kind: str, training: bool) -> None:
+    """Each layer is norm(x + attention), norm(x + feed-forward) with our attention, in training and evaluation."""
+    layer = nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn = make(kind, num_heads=2)  # type: ignore[assignment]
+    stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    x, padding = normal(2, 6, 12), torch.tensor([[False] * 6, [True] * 2 + [False] * 4])
+    with torch.set_grad_enabled(training):
+        output, seen = stack(x, src_key_padding_mask=padding), visible(2, 6, 6, False, padding)
+        expected: Tensor = x
+        for each in stack.layers:
+            attended = dense(each.self_attn, expected, expected, expected, seen)[0]  # type: ignore[arg-type]
+            expected = each.norm1(expected + attended)  # type: ignore[operator]
+            expected = each.norm2(expected + each.linear2(each.linear1(expected).relu()))  # type: ignore[operator]
+    torch.testing.assert_close(output, expected, **EXACT)
+
+
+def test_repr_says_what_it_is() -> None:
+    text = repr(make("mgk-em"))
+    for part in ("variant=mgk", "num_heads=3", "head_dim=4", "num_components=2", "e_step=soft", "prior=em"):
+        assert part in text

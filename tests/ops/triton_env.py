@@ -1,0 +1,59 @@
+"""Where the Triton tests run, and on what memory. To be imported before any kernel: it may choose the interpreter."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.ops.common import Inputs, component_keys
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def repair_bfloat16() -> None:
+    """The interpreter keeps bfloat16 as 16-bit integers, which its products multiply, and cuts where a GPU rounds."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def rounding_cast(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+            return cast(self, source, target)
+        bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(bits.reshape(source.data.shape), tl.bfloat16)
+
+    def float_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        factors = [cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (left, right)]
+        return dot(self, *factors, *rest)
+
+    builder.cast_impl, builder.create_dot = rounding_cast, float_dot
+
+
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton warns if nobody says
+    repair_bfloat16()
+
+
+@contextmanager
+def strict_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that a place nobody writes shows; and torch refuses what is not deterministic."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def rounded_exponent(inputs: Inputs) -> float:
+    """What float32 rounds of the largest term of an exponent, (|q|^2 + |k_jr|^2) / s2 with s2 = sqrt(D) or near it."""
+    norms = [float(tensor.double().square().sum(-1).max()) for tensor in (inputs["query"], component_keys(inputs))]
+    return sum(norms) / math.sqrt(inputs["query"].shape[-1]) * torch.finfo(torch.float32).eps

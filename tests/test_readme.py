@@ -1,0 +1,76 @@
+"""What the README shows works: Python blocks run, in order, in one namespace; commands exist and parse."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgk import cli
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md")]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+
+
+def test_readme_has_code_and_commands_to_check() -> None:
+    assert len(blocks("python")) >= 2
+    assert {shlex.split(line)[0] for line in COMMANDS} == {"make", "mgk", "pip"}
+    assert len(re.findall(r"^```\w", README, re.MULTILINE)) == len(blocks("python")) + len(blocks("sh"))
+
+
+def test_python_blocks_run_and_shapes_are_as_their_comments_say() -> None:
+    namespace: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    sizes = {name: namespace[name] for name in "BHMND"}
+    for name, comment in re.findall(r"^(\w+) = .*# \(([\w,]+)\)", "\n".join(blocks("python")), re.MULTILINE):
+        result = namespace[name]
+        assert isinstance(result, torch.Tensor)
+        assert tuple(result.shape) == tuple(sizes[axis] for axis in comment.split(",")), name
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_exist(line: str) -> None:
+    program, *arguments = shlex.split(line, comments=True)
+    if program == "mgk":
+        assert callable(cli.parse(arguments))
+    elif program == "make":
+        if shutil.which("make") is None:
+            pytest.skip("make is not installed")
+        subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
+    else:
+        assert program == "pip"
+        assert arguments[0] == "install"
+        path, extras = re.fullmatch(r"([^\[]+)(?:\[(.+)\])?", arguments[-1]).groups()  # type: ignore[union-attr]
+        project = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]
+        assert set(extras.split(",") if extras else ()) <= set(project["optional-dependencies"])
+
+
+def slug(heading: str) -> str:
+    """The anchor GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    anchors = {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif not target.startswith("http"):
+            assert (document.parent / target).exists(), target
