@@ -1,5 +1,15 @@
 """One hypothesis profile for all tests: the same examples on every machine, and no clock."""
 
+import os
+
+import torch
+
+if (
+    not torch.cuda.is_available()
+):  # before anything imports triton: what it decorates is compiled or interpreted for good
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton warns if nobody says
+
 from hypothesis import settings
 
 settings.register_profile("repeatable", max_examples=25, deadline=None, derandomize=True, database=None)

@@ -55,5 +55,7 @@ def strict_memory() -> Iterator[None]:
 
 def rounded_exponent(inputs: Inputs) -> float:
     """What float32 rounds of the largest term of an exponent, (|q|^2 + |k_jr|^2) / s2 with s2 = sqrt(D) or near it."""
-    norms = [float(tensor.double().square().sum(-1).max()) for tensor in (inputs["query"], component_keys(inputs))]
+    norms = [
+        float(tensor.detach().double().square().sum(-1).max()) for tensor in (inputs["query"], component_keys(inputs))
+    ]
     return sum(norms) / math.sqrt(inputs["query"].shape[-1]) * torch.finfo(torch.float32).eps

@@ -1,6 +1,6 @@
 """The public functions of softmax-like mixture attention: check the arguments, choose an implementation, call it.
 
-B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value; i query, j key, r component.
+B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mgk.ops import arguments as check
-from mgk.ops import reference
+from mgk.ops import blockwise, reference
 from mgk.ops.common import compute_dtype, shifted_keys
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def mgk_attention(
     e_step: str = "soft",
     is_causal: bool = False,
     key_mask: Bool[Tensor, "b nk"] | None = None,
+    query_mask: Bool[Tensor, "b nq"] | None = None,
     dropout_p: float = 0.0,
     impl: str = "auto",
 ) -> Float[Tensor, "b h nq dv"]:
@@ -59,15 +60,19 @@ def mgk_attention(
                                                      1 0
                                                      1 1
         key_mask: bool (B,Nk), True where a key takes part. A query with no key left gets zeros and zero gradients.
+        query_mask: bool (B,Nq), True for real queries. The others get zeros and zero gradients, and cost nothing on a
+            GPU where they are whole blocks of padding.
         dropout_p: probability of dropping an attention weight.
         impl: "auto", "reference", "blockwise" or "triton". One asked for by name is used or raises.
     """
     query, key, _ = check.check_query_key(query, key, None)
     value = check.check_value(value, query, key)
     options = _options(query, key, key.shape[2], log_prior, variance, e_step, is_causal, key_mask, dropout_p)
+    query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
     module = implementation(impl, query, value)
     with torch.autocast(query.device.type, enabled=False):
-        return module.mgk_attention(query, key, value, *options)
+        output: Tensor = module.mgk_attention(query, key, value, *options, query_mask)
+    return output
 
 
 def smgk_attention(
@@ -81,6 +86,7 @@ def smgk_attention(
     e_step: str = "soft",
     is_causal: bool = False,
     key_mask: Bool[Tensor, "b nk"] | None = None,
+    query_mask: Bool[Tensor, "b nq"] | None = None,
     dropout_p: float = 0.0,
     impl: str = "auto",
 ) -> Float[Tensor, "b h nq dv"]:
@@ -89,7 +95,8 @@ def smgk_attention(
     With one variance for all components it costs one score product and one exponential per pair (docs/math.md).
 
     Args:
-        query, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, impl: as in `mgk_attention`.
+        query, value, log_prior, variance, e_step, is_causal, key_mask, query_mask, dropout_p, impl:
+            as in `mgk_attention`.
         key: (B,H,Nk,D).
         shift: b, (H,M,D).
     """
@@ -97,9 +104,11 @@ def smgk_attention(
     query, key, _ = check.check_query_key(query, key, shift)
     value = check.check_value(value, query, key)
     options = _options(query, key, shift.shape[1], log_prior, variance, e_step, is_causal, key_mask, dropout_p)
+    query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
     module = implementation(impl, query, value)
     with torch.autocast(query.device.type, enabled=False):
-        return module.smgk_attention(query, key, shift, value, *options)
+        output: Tensor = module.smgk_attention(query, key, shift, value, *options, query_mask)
+    return output
 
 
 def attention_weights(
@@ -172,7 +181,8 @@ def prior_statistics(
     query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
     module = implementation(impl, query, query)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        return module.prior_statistics(query, key, shift, log_prior, s2, is_causal, key_mask, query_mask)
+        total, count = module.prior_statistics(query, key, shift, log_prior, s2, is_causal, key_mask, query_mask)
+    return total, count
 
 
 def update_prior(
@@ -221,10 +231,11 @@ def update_components(
         k_jr = sum_i gamma[i,j,r] q_i / sum_i gamma[i,j,r]
         s2_r = sum_bij gamma[i,j,r] |q_i - k_jr|^2 / (D sum_bij gamma[i,j,r])
 
-    Returns the keys (B,H,M,Nk,D) and the variances (H,M), in float32 or float64. A component that explains no query keeps its key and variance.
-    The variance is pooled over positions, as the model shares it; and it is divided by D, which the paper's formula leaves out
-    and without which the step can lower the likelihood. With unequal variances the likelihood has the factor
-    s2_r^(-D/2): add `-D/2 log s2_r` to `log_prior` if the step must not lower it (docs/math.md).
+    Returns the keys (B,H,M,Nk,D) and the variances (H,M), in float32 or float64. A component that explains no query
+    keeps its key and variance. The variance is pooled over positions, as the model shares it; and it is divided by D,
+    which the paper's formula leaves out and without which the step can lower the likelihood. With unequal variances
+    the likelihood has the factor s2_r^(-D/2): add `-D/2 log s2_r` to `log_prior` if the step must not lower it
+    (docs/math.md).
     """
     query, key, shift = check.check_query_key(query, key, shift)
     key = _component_keys(key, shift)
@@ -259,7 +270,9 @@ def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
         fits = query.dtype in TRITON_DTYPES and max(query.shape[-1], value.shape[-1]) <= TRITON_WIDTH
         on_gpu = query.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         impl = "triton" if on_gpu and fits else "blockwise"
-    return importlib.import_module(f"mgk.ops.{impl}")
+    if impl == "triton":  # not loaded before it is needed
+        return importlib.import_module("mgk.ops.triton")
+    return reference if impl == "reference" else blockwise
 
 
 def _options(

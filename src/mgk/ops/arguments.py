@@ -96,7 +96,7 @@ def check_log_prior(log_prior: object, heads: int, components: int, keys: int, q
 
 
 def check_variance(variance: object, heads: int, components: int, query: Tensor) -> float | Tensor:
-    """None is sqrt(D); a number; or a tensor (H,M). Tensor values are read on the CPU only: no GPU waits for a check."""
+    """None is sqrt(D); a number; or a tensor (H,M). Tensor values are read on the CPU only."""
     if variance is None:
         return math.sqrt(query.shape[-1])
     if isinstance(variance, Tensor):

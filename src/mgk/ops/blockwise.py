@@ -1,7 +1,7 @@
 """Mixture-key attention for the CPU: block by block, memory linear in N forward and backward.
 
 What depends on one position alone becomes a bias here, by ordinary differentiable code; the gradients of priors, shifts
-and variances are those of the biases. The pairs are the work of two operators over G = B*H heads (blockwise_kernels.py):
+and variances are those of the biases. The pairs are the work of two operators over G = B*H heads (blockwise_*.py):
 
     mgk::blockwise_mixture   l[i,j,r] = q_i.k_jr + row_bias[i,r] + key_bias[j,r]
     mgk::blockwise_shifted   l[i,j,r] = q_i.k_j + log_u[i,r] + log_w[j,r]
@@ -25,29 +25,33 @@ from mgk.ops.common import Variance, compute_dtype, shifted_keys
 
 def mgk_attention(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variance: Variance, e_step: str,
-    is_causal: bool, key_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     require_cpu(query)
     *form, most, scale = mixture_form(query, key, log_prior if e_step == "soft" else None, variance, key_mask)
     output, _ = mixture_forward(
         *form, flat(value), most, scale, e_step == "hard", is_causal, dropout_p, draw_seed(dropout_p)
     )
-    return zero_grad_prior(output, log_prior, e_step).unflatten(0, query.shape[:2]).to(query.dtype)
+    output = zero_grad_prior(output, log_prior, e_step).view(*query.shape[:3], value.shape[-1]).to(query.dtype)
+    return output if query_mask is None else output.masked_fill(~query_mask[:, None, :, None], 0)
 
 
 def smgk_attention(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, variance: Variance, e_step: str,
-    is_causal: bool, key_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     require_cpu(query)
     if isinstance(variance, Tensor):  # q.k / s2_r differs between the components: nothing factors
         keys = shifted_keys(key, shift)
-        return mgk_attention(query, keys, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p)
+        return mgk_attention(
+            query, keys, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask
+        )
     *form, most = shifted_form(query, key, shift, log_prior if e_step == "soft" else None, variance, key_mask)
     output, *_ = shifted_forward(
         *form, flat(value), most, 1 / variance, e_step == "hard", is_causal, dropout_p, draw_seed(dropout_p)
     )
-    return zero_grad_prior(output, log_prior, e_step).unflatten(0, query.shape[:2]).to(query.dtype)
+    output = zero_grad_prior(output, log_prior, e_step).view(*query.shape[:3], value.shape[-1]).to(query.dtype)
+    return output if query_mask is None else output.masked_fill(~query_mask[:, None, :, None], 0)
 
 
 def mixture_form(
@@ -132,6 +136,8 @@ def mixture_backward(
     lse: Tensor, scale: float, hard: bool, causal: bool, dropout_p: float, seed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scratch, alive = Scratch(value), key_bias.amax(1) > -torch.inf
+    if not (lse.numel() and alive.numel()):
+        return no_gradient(query, key, query.new_empty(0) if row_bias is None else row_bias, key_bias, value)
     kernel = Mixture(query, key, row_bias, key_bias, scale, hard, LOWEST_BACKWARD[value.dtype], scratch)
     weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
     attend_backward([kernel], None, lse, alive, causal, key.shape[1], weight_grad)
@@ -156,6 +162,8 @@ def shifted_backward(
     road_taken: Tensor, scale: float, hard: bool, causal: bool, dropout_p: float, seed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scratch, alive = Scratch(value), log_w.amax(1) > -torch.inf
+    if not (lse.numel() and alive.numel()):
+        return no_gradient(query, key, log_u, log_w, value)
     kernel = shifted_kernel(hard, log_u)(query, key, log_u, log_w, scale, LOWEST_BACKWARD[value.dtype], scratch)
     weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
     if not bool(road_taken.any()):
@@ -174,6 +182,11 @@ def shifted_backward(
 def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output (G,Nq,Dv) and log of the row sums (G,Nq)."""
     return query.new_empty(*query.shape[:2], value.shape[-1]), query.new_empty(query.shape[:2])
+
+
+def no_gradient(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where there are no pairs."""
+    return torch.zeros_like(a), torch.zeros_like(b), torch.zeros_like(c), torch.zeros_like(d), torch.zeros_like(e)
 
 
 def shifted_kernel(hard: bool, log_u: Tensor) -> type[ShiftedSoft] | type[ShiftedHard]:
@@ -242,7 +255,7 @@ def prior_statistics(
     else:
         seen_by = real.sum(-1, keepdim=True)
     weight, *_ = component_sums(query, key, shift, log_prior, variance, is_causal, key_mask, query_mask, False)
-    return weight.unflatten(0, (batch, heads)).sum(0), (seen_by * taken).sum(0)
+    return weight.view(batch, heads, *weight.shape[1:]).sum(0), (seen_by * taken).sum(0)
 
 
 def component_statistics(
@@ -252,7 +265,7 @@ def component_statistics(
     """The sums of Eqn 13 over i: gamma (B,H,M,Nk), gamma q_i (B,H,M,Nk,D) and gamma |q_i|^2 (B,H,M,Nk)."""
     require_cpu(query)
     sums = component_sums(query, key, None, log_prior, variance, is_causal, key_mask, query_mask, True)
-    weight, mean, square = (part.unflatten(0, query.shape[:2]) for part in sums)
+    weight, mean, square = (part.reshape(*query.shape[:2], *part.shape[1:]) for part in sums)
     return weight, mean, square
 
 
@@ -261,6 +274,8 @@ def component_sums(
     key_mask: Tensor | None, query_mask: Tensor | None, moments: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sums over the visible queries of gamma (G,M,Nk), and if asked of gamma q (G,M,Nk,D) and gamma |q|^2 (G,M,Nk)."""
+    keys: Tensor | None
+    row: Tensor | None
     if shift is not None and not isinstance(variance, Tensor):
         keys, scale = None, 0.0  # q.k plays no part: gamma = softmax_r(log_u + log_w)
         _, _, row, column, _ = shifted_form(query, key, shift, log_prior, variance, key_mask)

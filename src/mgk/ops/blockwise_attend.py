@@ -1,25 +1,27 @@
 """Attention and its gradient, block by block, with any kernel of `blockwise_kernels.py`.
 
-How a block stays exact: the weights are exp(l - m_i), and any m_i cancels. It starts as an upper bound that costs
-nothing (a Gaussian is at most 1). Where a row's sum then falls under `TINY`, the bound was too loose, and the block is
-done again with the exact row maximum. For shifted keys the factors can still hide a row whose heavy keys sit in another
-component; such a block is done as a mixture. What a row above `TINY` loses is 1e-12 of it for each key.
+How a block stays exact: the weights are exp(l - m_i), and any m_i cancels. Where norms and biases show that no weight
+can leave the range of normal numbers, it is 0. Else it starts as an upper bound that costs nothing (a Gaussian is at
+most 1). Where a row's sum then falls under `TINY`, the bound was too loose, and the block is done again with the exact
+row maximum. For shifted keys the factors can still hide a row whose heavy keys sit in another component; such a block
+is done as a mixture. What a row above `TINY` loses is 1e-12 of it for each key.
 
-G heads, g of them at a time, M components, Nq queries, Nk keys, D width of a head, Dv width of a value; nq, nk those of a block.
+G heads, g of them at a time, M components, Nq queries, Nk keys, Dv width of a value; nq, nk those of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, groupby
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mgk.ops.blockwise_kernels import Block, Kernel, Scratch, Span, Views, make_blocks
+from mgk.ops.blockwise_kernels import Block, Kernel, Scratch, Span, Views, last_positions, make_blocks, positions
 
-TINY = {torch.float32: 1e-25, torch.float64: 1e-280}
+TINY = {torch.float32: 1e-20, torch.float64: 1e-280}
 
 
 class Dropout(NamedTuple):
@@ -41,7 +43,7 @@ class WeightGradient:
 
     def __init__(self, value: Tensor, output: Tensor, grad: Tensor, dropout: Dropout, scratch: Scratch) -> None:
         """Value (G,Nk,Dv), output and its gradient (G,Nq,Dv)."""
-        self.value, self.grad, self.dropout, self.scratch = value, grad, dropout, scratch
+        self.value, self.grad, self.dropout, self.scratch = value, grad.contiguous(), dropout, scratch
         self.delta = torch.linalg.vecdot(grad, output)[..., None]
         self.grad_value = torch.zeros_like(value)
 
@@ -49,15 +51,15 @@ class WeightGradient:
         """Make ready for blocks of these heads."""
         value, grad, grad_value = self.value[heads], self.grad[heads], self.grad_value[heads]
         width = value.shape[-1]
-        grads = self.scratch("grads", *grad.shape[:2], width + 1)
+        grads = self.scratch("grads", grad.shape[0], grad.shape[1], width + 1)
         grads[..., :width] = grad
         torch.neg(self.delta[heads], out=grads[..., width:])
-        values = self.scratch("values", *value.shape[:2], width + 1)
+        values = self.scratch("values", value.shape[0], value.shape[1], width + 1)
         values[..., :width], values[..., width:] = value, 1.0
         self.grads = Views(lambda at: grads[:, at.start : at.stop].mT)
-        self.plain_grads = Views(lambda at: grads[:, at.start : at.stop, :width])
-        self.values = Views(lambda at: values[:, at.start : at.stop])
-        self.grad_values = Views(lambda at: grad_value[:, at.start : at.stop])
+        self.plain_grads = positions(grad)
+        self.values = positions(values)
+        self.grad_values = positions(grad_value)
 
     def slope(self, block: Block, keys: Span, weights: Tensor) -> Tensor:
         """For the weights (g,nk,nq) of a block."""
@@ -71,7 +73,7 @@ class WeightGradient:
 
 
 class Forward:
-    """Output (G,Nq,Dv) and row sums (G,Nq), filled block by block."""
+    """Sums of values (G,Nq,Dv) and of weights (G,Nq), filled block by block."""
 
     def __init__(self, query: Tensor, value: Tensor, dropout: Dropout, scratch: Scratch) -> None:
         self.value, self.dropout, self.scratch, self.width = value, dropout, scratch, value.shape[-1]
@@ -79,12 +81,12 @@ class Forward:
         self.total = value.new_zeros(query.shape[:2])
 
     def run(self, kernel: Kernel, blocks: Sequence[Block]) -> None:
-        for heads, group in grouped(blocks):
+        for heads, group in groupby(blocks, attrgetter("heads")):
             kernel.enter(heads)
             value = self.value[heads]
             bordered = self.scratch("values", value.shape[0], self.width + 1, value.shape[1])
             bordered[:, : self.width], bordered[:, self.width] = value.mT, 1.0  # the last row sums the weights
-            self.run_heads(kernel, group, Views(lambda at, bordered=bordered: bordered[:, :, at.start : at.stop]))
+            self.run_heads(kernel, group, last_positions(bordered))
 
     def run_heads(self, kernel: Kernel, blocks: Iterable[Block], values: Views) -> None:
         for block in blocks:
@@ -96,10 +98,8 @@ class Forward:
                     weights *= self.dropout.kept(weights, block, keys)
                 sums = self.scratch("sums", weights.shape[0], self.width + 1, weights.shape[2])
                 sums.baddbmm_(values[keys], weights, beta=int(keys.start > 0))
-            total = self.total[block.place]
-            total.copy_(undropped if isinstance(undropped, Tensor) else sums[:, self.width])
-            divisor = total[..., None].clamp(min=torch.finfo(total.dtype).tiny)
-            torch.div(sums[:, : self.width].mT, divisor, out=self.output[block.place])
+            self.total[block.place] = undropped if self.dropout.probability else sums[:, self.width]
+            self.output[block.place] = sums[:, : self.width].mT
 
 
 def attend(
@@ -121,8 +121,7 @@ def attend(
             forward.run(kernel, pending)
             pending = []
         else:
-            shift = kernel.bound(most)
-    unsure = sees_a_key(query.shape[1], alive, is_causal)
+            shift, unsure = kernel.bound(most), sees_a_key(query.shape[1], alive, is_causal)
     for road, exact in ((0, False), *((road, True) for road in range(len(roads)))):
         pending = [block for block in pending if bool(unsure[block.place].any())]
         if not pending:
@@ -130,7 +129,7 @@ def attend(
         kernel = roads[road]()
         if exact:
             kernel.start(torch.zeros_like(shift))
-            for heads, group in grouped(pending):
+            for heads, group in groupby(pending, attrgetter("heads")):
                 kernel.enter(heads)
                 for block in group:
                     shift[block.place] = kernel.row_maximum(block)
@@ -140,8 +139,9 @@ def attend(
             road_taken[block.place] = road
         unsure = unsure & (total < TINY[total.dtype])
     empty = total == 0
-    lse = (total.masked_fill(empty, 1).log_() + shift).masked_fill_(empty, 0)
-    return forward.output, lse, road_taken
+    total.masked_fill_(empty, 1)
+    lse = (total.log() + shift).masked_fill_(empty, 0)
+    return forward.output.div_(total[..., None]), lse, road_taken
 
 
 def attend_backward(
@@ -150,23 +150,15 @@ def attend_backward(
 ) -> None:  # fmt: skip
     """Fill the gradients of the kernels and of `grad`, recomputing the weights block by block."""
     for kernel in kernels:
+        kernel.start(lse)
         kernel.start_backward()
-        if lse.numel() and alive.numel():
-            kernel.start(lse)
-    for heads, group in grouped(make_blocks(lse.shape[1], alive, is_causal, scores)):
+    for heads, group in groupby(make_blocks(lse.shape[1], alive, is_causal, scores), attrgetter("heads")):
         grad.enter(heads)
         for kernel in kernels:
             kernel.enter_backward(heads)
         for block in group:
             road = 0 if road_taken is None else int(road_taken[block.place].max())
             kernels[road].backward(block, grad)
-
-
-def grouped(blocks: Iterable[Block]) -> Iterator[tuple[slice, Iterator[Block]]]:
-    """Blocks of the same heads together."""
-    for _, group in groupby(blocks, key=lambda block: block.heads.start):
-        first = next(group)
-        yield first.heads, chain([first], group)
 
 
 def sees_a_key(num_queries: int, alive: Tensor, is_causal: bool) -> Tensor:

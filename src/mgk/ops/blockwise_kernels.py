@@ -16,7 +16,6 @@ G heads, g of them at a time, M components, Nq queries, Nk keys, D width of a he
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,11 +25,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mgk.ops.blockwise_attend import WeightGradient
 
-LOWEST = {torch.float32: -86.0, torch.float64: -700.0}  # the exponents of normal numbers are above
+LOWEST = {torch.float32: -75.0, torch.float64: -700.0}  # with room for values: exp(-87) is not normal
 LOWEST_BACKWARD = {torch.float32: -45.0, torch.float64: -300.0}  # of weights that sum to 1, times gradients
-QUERY_BLOCK = 256
-KEY_BLOCK = 512
-BLOCK_NUMBERS = 3 << 16  # scores per thread: small enough for its cache, large enough to drown Python's share
+QUERY_BLOCK = 384  # BLAS likes multiples of 48
+KEY_BLOCK = 384
+BLOCK_NUMBERS = 1 << 18  # scores per thread: small enough for its cache, large enough to drown Python's share
 
 
 class Span(NamedTuple):
@@ -64,7 +63,7 @@ class Block(NamedTuple):
 
 def query_step(num_queries: int, is_causal: bool) -> int:
     """Short causal blocks leave less of the diagonal to hide."""
-    return min(QUERY_BLOCK, max(QUERY_BLOCK // 4, num_queries // 8)) if is_causal else QUERY_BLOCK
+    return min(QUERY_BLOCK, max(1, QUERY_BLOCK // 4, num_queries // 8)) if is_causal else QUERY_BLOCK
 
 
 def make_blocks(num_queries: int, alive: Tensor, is_causal: bool, scores: int) -> Iterator[Block]:
@@ -102,6 +101,16 @@ class Views(dict[Span, Tensor]):
         return view
 
 
+def positions(tensor: Tensor) -> Views:
+    """Of a (g,N,...) tensor."""
+    return Views(lambda at: tensor[:, at.start : at.stop])
+
+
+def last_positions(tensor: Tensor) -> Views:
+    """Of a (...,N) tensor."""
+    return Views(lambda at: tensor[..., at.start : at.stop])
+
+
 class Scratch:
     """Memory for blocks, taken once: fresh pages for every block would cost more than what is computed in them."""
 
@@ -109,6 +118,7 @@ class Scratch:
         self.like = like
         self.memory: dict[str, Tensor] = {}
         self.views: dict[tuple[str, int, int, int], Tensor] = {}
+        self.split: dict[int, tuple[Tensor, ...]] = {}
 
     def __call__(self, name: str, heads: int, rows: int, columns: int) -> Tensor:
         view = self.views.get((name, heads, rows, columns))
@@ -129,6 +139,12 @@ class Scratch:
         else:
             target.add_(self.bmm("product", left, right), alpha=scale)
 
+    def components(self, view: Tensor, number: int) -> tuple[Tensor, ...]:
+        """Those of a (g*M,...) tensor that came from here: M times (g,...)."""
+        if id(view) not in self.split:
+            self.split[id(view)] = view.view(-1, number, *view.shape[1:]).unbind(1)
+        return self.split[id(view)]
+
     def triangle(self, size: int) -> Tensor:
         """(1,size,size) with 1 where the key (row) is not after the query (column), else 0."""
         if ("triangle", 1, size, size) not in self.views:
@@ -139,20 +155,19 @@ class Scratch:
 class Kernel:
     """Scores as one product of bordered keys and queries, [k, key_bias, 1] . [scale q, 1, row_bias - shift].
 
-    The M components of a key are M rows, one after the other; with a row bias each finds its own: the 1 is then the
-    r-th of M columns. `start` is for all heads, `enter` for those of the next blocks.
+    Components are a batch like heads: G*M matrices. `start` is for all heads, `enter` for those of the next blocks.
     """
 
     def __init__(
         self, query: Tensor, key: Tensor, row_bias: Tensor | None, key_bias: Tensor, scale: float, lowest: float,
         scratch: Scratch,
     ) -> None:  # fmt: skip
-        """Query (G,Nq,D), key (G,Nk,M,D), row_bias (G,M,Nq), key_bias (G,Nk,M)."""
+        """Query (G,Nq,D), key (G,M,Nk,D), row_bias (G,M,Nq), key_bias (G,M,Nk)."""
         self.query, self.key, self.row_bias, self.scale, self.scratch = query, key, row_bias, scale, scratch
-        self.lowest, self.components = lowest, key.shape[2]
+        self.lowest, self.components = lowest, key.shape[1]
         self.extra = 0.0, 0.0  # the least and most that a kernel adds to an exponent
         hidden = key_bias == -torch.inf
-        self.visible = (~hidden).to(key.dtype).flatten(1)[..., None] if bool(hidden.any()) else None
+        self.visible = (~hidden).to(key.dtype)[..., None] if bool(hidden.any()) else None  # (G,M,Nk,1)
         self.key_bias = key_bias if self.visible is None else key_bias.masked_fill(hidden, 0)
         norms = [torch.linalg.vector_norm(x, dim=-1).flatten(1).amax(1) for x in (query, key)]
         self.reach = (norms[0] * norms[1]).max().item() * scale
@@ -172,33 +187,31 @@ class Kernel:
         ends = [[end.item() for end in bias.aminmax()] for bias in (rows, keys)]
         least, most = (sum(end) for end in zip(*ends, self.extra, strict=True))
         most = max(most + self.reach, *(abs(end) for pair in ends for end in pair))
-        return least - self.reach > self.lowest and most < -LOWEST[rows.dtype]
+        return bool(least - self.reach > self.lowest and most < -LOWEST[rows.dtype])
 
     def enter(self, heads: slice) -> None:
         """Make ready for blocks of these heads."""
         query, key = self.query[heads], self.key[heads]
-        num_heads, num_keys, components, width = key.shape
-        border = 1 + self.rows.shape[1]
-        keys = self.scratch(f"keys {border}", num_heads, num_keys * components, width + border)
-        split = keys.view(num_heads, num_keys, components, width + border)
-        split[..., :width], split[..., width] = key, self.key_bias[heads]
-        split[..., width + 1 :] = 1.0 if self.row_bias is None else torch.eye(components, dtype=keys.dtype)
-        queries = self.scratch(f"queries {border}", num_heads, query.shape[1], width + border)
-        torch.mul(query, self.scale, out=queries[..., :width])
-        queries[..., width], queries[..., width + 1 :] = 1.0, self.rows[heads].mT
+        num_heads, components, num_keys, width = key.shape
+        keys = self.scratch(f"keys {components}", num_heads * components, num_keys, width + 2)
+        split = keys.view(num_heads, components, num_keys, width + 2)
+        split[..., :width], split[..., width], split[..., width + 1] = key, self.key_bias[heads], 1.0
+        queries = self.scratch(f"queries {components}", num_heads * components, query.shape[1], width + 2)
+        split = queries.view(num_heads, components, query.shape[1], width + 2)
+        torch.mul(query[:, None].expand(-1, components, -1, -1), self.scale, out=split[..., :width])
+        split[..., width], split[..., width + 1] = 1.0, self.rows[heads]
         self.set_operands(keys, queries, 1.0)
 
     def set_operands(self, keys: Tensor, queries: Tensor, scale: float) -> None:
-        """Keys (g,Nk*M,D and more), queries (g,Nq,D and more), and the scale of their product."""
-        width, components = self.key.shape[-1], self.components
-        self.keys = Views(lambda at: keys[:, at.start * components : at.stop * components])
+        """Keys (g*M,Nk,D and more), queries (g*M,Nq,D and more), and the scale of their product."""
+        width = self.key.shape[-1]
+        self.keys = positions(keys)
         self.queries = Views(lambda at: queries[:, at.start : at.stop].mT)
-        self.plain_keys = Views(lambda at: keys[:, at.start * components : at.stop * components, :width].mT)
-        self.plain_queries = Views(lambda at: queries[:, at.start : at.stop, :width])
+        self.plain_keys = Views(lambda at: keys[:, at.start : at.stop, :width].mT)
         self.product_scale = scale
 
     def scores(self, block: Block, keys: Span) -> Tensor:
-        """Exponents of all components, (g,nk*M,nq)."""
+        """Exponents of all components, (g*M,nk,nq)."""
         left, right = self.keys[keys], self.queries[block.queries]
         out = self.scratch("score", left.shape[0], left.shape[1], right.shape[2])
         return out.baddbmm_(left, right, beta=0, alpha=self.product_scale)
@@ -207,17 +220,17 @@ class Kernel:
         return (exponent if self.narrow else exponent.clamp_(self.lowest, -LOWEST[exponent.dtype])).exp_()
 
     def hide(self, weights: Tensor, block: Block, keys: Span) -> Tensor:
-        """0 for hidden keys and the future, in weights (g,nk*M,nq) of all components or (g,nk,nq) of all together."""
+        """0 for hidden keys and the future, in weights (g*M,nk,nq) of all components or (g,nk,nq) of all together."""
         if self.visible is not None:
-            visible = self.visible[block.heads, keys.start * self.components : keys.stop * self.components]
-            weights *= visible if weights.shape[1] == visible.shape[1] else visible[:, :: self.components]
+            visible = self.visible[block.heads, :, slice(*keys)]
+            weights *= visible.flatten(0, 1) if weights.shape[0] > visible.shape[0] else visible[:, 0]
         return self.hide_future(weights, block, keys)
 
     def hide_future(self, weights: Tensor, block: Block, keys: Span) -> Tensor:
         start, stop = block.after_diagonal(keys)
         if stop > 1:
-            some = weights.unflatten(1, (keys.size, -1))[:, max(0, -start) :]  # (g,keys,M or 1,nq)
-            some *= self.scratch.triangle(block.queries.size)[0, max(0, start) : stop, None]
+            some = weights[:, max(0, -start) :]
+            some *= self.scratch.triangle(block.queries.size)[:, max(0, start) : stop]
         return weights
 
     def exponent(self, block: Block, keys: Span) -> Tensor:
@@ -230,22 +243,28 @@ class Kernel:
 
     def row_maximum(self, block: Block) -> Tensor:
         """The largest exponent of each row over the keys it sees, (g,nq); 0 where it sees none."""
-        largest: Tensor | None = None
-        for keys in block.keys:
-            exponent = self.exponent(block, keys)
-            seen = self.hide(torch.ones_like(exponent), block, keys)
-            part = exponent.masked_fill_(seen == 0, -torch.inf).amax(1)
-            largest = part if largest is None else torch.maximum(largest, part)
-        return torch.zeros(()) if largest is None else largest.masked_fill_(largest == -torch.inf, 0)
+        largest = torch.stack([self.largest_seen(block, keys) for keys in block.keys]).amax(0)
+        return largest.masked_fill_(largest == -torch.inf, 0)
+
+    def largest_seen(self, block: Block, keys: Span) -> Tensor:
+        """The largest exponent of each row over some keys, (g,nq)."""
+        return self.only_seen(self.exponent(block, keys), block, keys).amax(1)
+
+    def only_seen(self, exponent: Tensor, block: Block, keys: Span) -> Tensor:
+        """-inf where `hide` puts 0."""
+        if self.visible is None and block.after_diagonal(keys)[1] <= 1:
+            return exponent
+        return exponent.masked_fill_(self.hide(torch.ones_like(exponent), block, keys) == 0, -torch.inf)
 
     def start_backward(self) -> None:
-        self.grad_query = torch.zeros_like(self.query)
-        self.grad_key = self.key.new_zeros(self.key.shape).flatten(1, 2)  # (G,Nk*M,D)
+        self.grad_query, self.grad_key = torch.zeros_like(self.query), torch.zeros_like(self.key)
 
     def enter_backward(self, heads: slice) -> None:
         self.enter(heads)
-        grad_key, components = self.grad_key[heads], self.components
-        self.grad_keys = Views(lambda at: grad_key[:, at.start * components : at.stop * components])
+        grad_key = self.grad_key[heads].flatten(0, 1)
+        query = self.query[heads, None].expand(-1, self.components, -1, -1).flatten(0, 1)
+        self.grad_keys = positions(grad_key)
+        self.plain_queries = positions(query)
 
     def backward(self, block: Block, grad: WeightGradient) -> None:
         """Add what the pairs of a block give to the gradients of query and key; of the biases, the kernels do."""
@@ -254,11 +273,14 @@ class Kernel:
         for keys in block.keys:
             grad_score = self.grad_score(block, keys, grad)
             grad_query.baddbmm_(self.plain_keys[keys], grad_score, beta=int(keys.start > 0))
-            self.scratch.add_product(self.grad_keys[keys], grad_score, queries, self.product_scale)
-        torch.mul(grad_query.mT, self.scale, out=self.grad_query[block.place])
+            self.scratch.add_product(self.grad_keys[keys], grad_score, queries, self.scale)
+        total = (
+            grad_query.view(-1, self.components, *grad_query.shape[1:]).sum(1) if self.components > 1 else grad_query
+        )
+        torch.mul(total.mT, self.scale, out=self.grad_query[block.place])
 
     def grad_score(self, block: Block, keys: Span, grad: WeightGradient) -> Tensor:
-        """The gradients of `scores`, (g,nk*M,nq); adds up those of the biases."""
+        """The gradients of `scores`, (g*M,nk,nq); adds up those of the biases."""
         raise NotImplementedError
 
 
@@ -270,16 +292,12 @@ class Mixture(Kernel):
         lowest: float, scratch: Scratch,
     ) -> None:  # fmt: skip
         """Query (G,Nq,D), key (G,M,Nk,D), row_bias (G,M,Nq), key_bias (G,M,Nk)."""
-        super().__init__(query, key.transpose(1, 2), row_bias, key_bias.mT, scale, lowest, scratch)
+        super().__init__(query, key, row_bias, key_bias, scale, lowest, scratch)
         self.hard = hard
 
-    def split(self, tensor: Tensor) -> Tensor:
-        """(g,nk*M,...) -> (g,nk,M,...)."""
-        return tensor.view(tensor.shape[0], -1, self.components, *tensor.shape[2:])
-
     def together(self, operator: Callable[..., Tensor], tensor: Tensor) -> Tensor:
-        """(g,nk*M,nq) -> (g,nk,nq), the components one after the other."""
-        total, *others = self.split(tensor).unbind(2)
+        """(g*M,nk,nq) -> (g,nk,nq), the components one after the other."""
+        total, *others = self.scratch.components(tensor, self.components)
         out = self.scratch("together", *total.shape)
         for other in others:
             total = operator(total, other, out=out)
@@ -288,6 +306,10 @@ class Mixture(Kernel):
     def exponent(self, block: Block, keys: Span) -> Tensor:
         return self.together(torch.maximum, self.scores(block, keys))
 
+    def largest_seen(self, block: Block, keys: Span) -> Tensor:
+        scores = self.only_seen(self.scores(block, keys), block, keys)  # a component may be removed, others not
+        return self.together(torch.maximum, scores).amax(1)
+
     def weights(self, block: Block, keys: Span) -> Tensor:
         if self.hard:
             return self.hide(self.exponential(self.exponent(block, keys)), block, keys)
@@ -295,33 +317,38 @@ class Mixture(Kernel):
 
     def start_backward(self) -> None:
         super().start_backward()
-        self.grad_key_bias = self.grad_key.new_zeros(self.grad_key.shape[:2])
-        self.grad_row_bias = None if self.row_bias is None else torch.zeros_like(self.row_bias)
+        self.grad_key_bias = torch.zeros_like(self.key_bias)
+        self.grad_row_bias = self.query.new_empty(0) if self.row_bias is None else torch.zeros_like(self.row_bias)
+
+    def enter_backward(self, heads: slice) -> None:
+        super().enter_backward(heads)
+        self.grad_columns = last_positions(self.grad_key_bias[heads].flatten(0, 1))
+        if self.row_bias is not None:
+            self.grad_rows = last_positions(self.grad_row_bias[heads].flatten(0, 1))
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of query, key, row_bias (empty if there is none) and key_bias."""
-        grad_key, grad_key_bias = (self.split(x).transpose(1, 2) for x in (self.grad_key, self.grad_key_bias))
-        grad_row = self.query.new_empty(0) if self.grad_row_bias is None else self.grad_row_bias
-        return self.grad_query, grad_key.contiguous(), grad_row, grad_key_bias.contiguous()
+        return self.grad_query, self.grad_key, self.grad_row_bias, self.grad_key_bias
 
     def grad_score(self, block: Block, keys: Span, grad: WeightGradient) -> Tensor:
         scores = self.scores(block, keys)
+        parts = self.scratch.components(scores, self.components)
         if self.hard:
-            first, *others = self.split(scores).unbind(2)
-            best = prefix_maxima([first, *others], self.scratch, first.shape)
-            weights = self.hide(self.exponential(self.scratch("together", *first.shape).copy_(best[-1])), block, keys)
+            best = prefix_maxima(parts, self.scratch, parts[0].shape)
+            weights = self.scratch("together", *parts[0].shape).copy_(best[-1])
+            self.hide(self.exponential(weights), block, keys)
             left = grad.slope(block, keys, weights).mul_(weights)
-            for part, earlier in zip(reversed(others), reversed(best[:-1]), strict=True):
+            for part, earlier in zip(parts[:0:-1], best[-2::-1], strict=True):
                 left -= part.gt_(earlier).mul_(left)  # the last component that beat all before it won
-            first.copy_(left)
+            parts[0].copy_(left)
         else:
             self.hide(self.exponential(scores), block, keys)
             slope = grad.slope(block, keys, self.together(torch.add, scores))
-            self.split(scores).mul_(slope[:, :, None])
-        rows = slice(keys.start * self.components, keys.stop * self.components)
-        self.grad_key_bias[block.heads, rows] += scores.sum(-1)
-        if self.grad_row_bias is not None:
-            self.grad_row_bias[block.heads, :, slice(*block.queries)] += self.split(scores).sum(1)
+            for part in parts:
+                part *= slope
+        self.grad_columns[keys].add_(scores.sum(2))
+        if self.row_bias is not None:
+            self.grad_rows[block.queries].add_(scores.sum(1))
         return scores
 
 

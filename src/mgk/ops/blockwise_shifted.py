@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mgk.ops.blockwise_kernels import LOWEST, Block, Kernel, Mixture, Scratch, Span, Views, prefix_maxima
+from mgk.ops.blockwise_kernels import (
+    LOWEST,
+    Block,
+    Kernel,
+    Mixture,
+    Scratch,
+    Span,
+    Views,
+    last_positions,
+    prefix_maxima,
+)
 
 if TYPE_CHECKING:
     from mgk.ops.blockwise_attend import WeightGradient
-
-
-def positions(tensor: Tensor) -> Views:
-    """Parts of a (g,M,N) tensor."""
-    return Views(lambda at: tensor[:, :, at.start : at.stop])
 
 
 class Shifted(Kernel):
@@ -30,7 +35,7 @@ class Shifted(Kernel):
         scratch: Scratch,
     ) -> None:  # fmt: skip
         """Query (G,Nq,D), key (G,Nk,D), log_u (G,M,Nq), log_w (G,M,Nk), key_bias (G,Nk)."""
-        super().__init__(query, key[:, :, None], None, key_bias[..., None], scale, lowest, scratch)
+        super().__init__(query, key[:, None], None, key_bias[:, None], scale, lowest, scratch)
         self.log_u, self.log_w = log_u, log_w
 
     def unmixed(self, block: Block, keys: Span) -> Tensor:
@@ -40,22 +45,15 @@ class Shifted(Kernel):
         super().start_backward()
         self.grad_log_u, self.grad_log_w = torch.zeros_like(self.log_u), torch.zeros_like(self.log_w)
 
-    def enter_backward(self, heads: slice) -> None:
-        super().enter_backward(heads)
-        self.grad_rows = positions(self.grad_log_u[heads])
-        self.grad_columns = positions(self.grad_log_w[heads])
-
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of query, key, log_u and log_w."""
-        return self.grad_query, self.grad_key, self.grad_log_u, self.grad_log_w
+        return self.grad_query, self.grad_key[:, 0], self.grad_log_u, self.grad_log_w
 
 
 def as_mixture(kernel: Shifted) -> Mixture:
     """The same exponents, without factors."""
-    key = kernel.key[:, None, :, 0].expand(-1, kernel.log_u.shape[1], -1, -1)
-    return Mixture(
-        kernel.query, key, kernel.log_u, kernel.log_w, kernel.scale, False, kernel.lowest, kernel.scratch
-    )
+    key = kernel.key.expand(-1, kernel.log_u.shape[1], -1, -1)
+    return Mixture(kernel.query, key, kernel.log_u, kernel.log_w, kernel.scale, False, kernel.lowest, kernel.scratch)
 
 
 class ShiftedSoft(Shifted):
@@ -81,7 +79,7 @@ class ShiftedSoft(Shifted):
         self.factored = self.in_range(log_u, log_w.masked_fill(removed, 0))
         if not self.factored:
             scale = self.log_u.amax(1)
-            log_u, log_w = self.log_u - scale[:, None], log_w - self.key_bias.mT
+            log_u, log_w = self.log_u - scale[:, None], log_w - self.key_bias
             self.extra = log_u.min().item() + log_w.masked_fill(removed, 0).min().item(), 0.0
             super().start(shift - scale)
             log_u, log_w = (x.clamp(min=LOWEST[x.dtype]) for x in (log_u, log_w))
@@ -90,12 +88,17 @@ class ShiftedSoft(Shifted):
 
     def enter(self, heads: slice) -> None:
         if self.factored:
-            self.set_operands(self.key[heads, :, 0], self.query[heads], self.scale)
+            self.set_operands(self.key[heads, 0], self.query[heads], self.scale)
         else:
             super().enter(heads)
         u, w = self.all_u[heads], self.all_w[heads]
-        self.u, self.w = positions(u), positions(w)
+        self.u, self.w = last_positions(u), last_positions(w)
         self.transposed_w = Views(lambda at: w[:, :, at.start : at.stop].mT)
+
+    def enter_backward(self, heads: slice) -> None:
+        super().enter_backward(heads)
+        self.grad_rows = last_positions(self.grad_log_u[heads])
+        self.grad_columns = last_positions(self.grad_log_w[heads])
 
     def exponent(self, block: Block, keys: Span) -> Tensor:
         return self.scores(block, keys)
@@ -112,7 +115,7 @@ class ShiftedSoft(Shifted):
         return self.mixed(self.unmixed(block, keys), self.mix(block, keys), block, keys)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.grad_query, self.grad_key, self.grad_log_u * self.all_u, self.grad_log_w * self.all_w
+        return self.grad_query, self.grad_key[:, 0], self.grad_log_u * self.all_u, self.grad_log_w * self.all_w
 
     def grad_score(self, block: Block, keys: Span, grad: WeightGradient) -> Tensor:
         weights = self.unmixed(block, keys)
@@ -138,7 +141,7 @@ class ShiftedHard(Shifted):
         super().__init__(query, key, log_u, log_w, log_w[:, 0], scale, lowest, scratch)
         self.base = min(1, log_u.shape[1] - 1)
         self.lead = log_u - log_u[:, self.base, None]
-        self.rise = (log_w - self.key_bias.mT).masked_fill(log_w == -torch.inf, 0)
+        self.rise = (log_w - self.key_bias).masked_fill(log_w == -torch.inf, 0)
         ends = [(x.amin((0, 2)), x.amax((0, 2))) for x in (self.lead, self.rise)]
         least, most = ((lead_end + rise_end).max().item() for lead_end, rise_end in zip(*ends, strict=True))
         self.extra = least, most
@@ -151,6 +154,11 @@ class ShiftedHard(Shifted):
         lead, rise = self.lead[heads], self.rise[heads]
         self.leads = Views(lambda at: lead[:, :, None, at.start : at.stop])
         self.rises = Views(lambda at: rise[:, :, at.start : at.stop, None])
+
+    def enter_backward(self, heads: slice) -> None:
+        super().enter_backward(heads)
+        self.rows_of = [last_positions(part) for part in self.grad_log_u[heads].unbind(1)]
+        self.columns_of = [last_positions(part) for part in self.grad_log_w[heads].unbind(1)]
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The first component has what the others leave; rows of the gradient sum to 0."""
@@ -179,14 +187,13 @@ class ShiftedHard(Shifted):
         """All of a pair's gradient goes to the winner, the first one among equals; here that of the first is of all."""
         weights = self.weights(block, keys)
         grad_score = left = weights.mul_(grad.slope(block, keys, weights))
-        rows, columns = self.grad_rows[block.queries], self.grad_columns[keys]
-        columns[:, 0] += grad_score.sum(2)
+        self.columns_of[0][keys].add_(grad_score.sum(2))
         if self.base:
             bids = self.bids(block, keys)
             best = prefix_maxima(bids[:-1], self.scratch, grad_score.shape)
             for r in range(len(bids) - 1, 0, -1):  # the last component that beat all before it won
                 won = torch.gt(bids[r], best[r - 1], out=self.scratch("won", *grad_score.shape)).mul_(left)
                 left = left - won if r > 1 else left
-                rows[:, r] += won.sum(1)
-                columns[:, r] += won.sum(2)
+                self.rows_of[r][block.queries].add_(won.sum(1))
+                self.columns_of[r][keys].add_(won.sum(2))
         return grad_score

@@ -36,8 +36,8 @@ from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
 from mgk.ops.api import IMPLEMENTATIONS
-from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, check_feature_map
 from mgk.ops.common import compute_dtype, shifted_keys
+from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, check_feature_map
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

@@ -3,7 +3,7 @@
 Everything here holds (B, H, M, Nq, Nk) numbers in memory, works in any float dtype (half precision is computed in
 float32) and can be differentiated any number of times.
 
-B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value; i query, j key, r component.
+B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv that of a value; i query, j key, r component.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def prior_statistics(
     key_mask: Tensor | None,
     query_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of the M-step: sum_i gamma[i,j,r] as (H,M,Nk), and the visible queries per key (Nk,)."""
+    """Of the M-step: the numerator sum_i gamma[i,j,r], (H,M,Nk), and the visible queries per key, (Nk,)."""
     key = key if shift is None else shifted_keys(key, shift)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     total = responsibilities(query, key, log_prior, variance, visible).sum((0, 3))
@@ -125,9 +125,10 @@ def mgk_attention(
     is_causal: bool,
     key_mask: Tensor | None,
     dropout_p: float,
+    query_mask: Tensor | None = None,
 ) -> Tensor:
     """h_i = sum_j A[i,j] v_j, Eqn 10."""
-    visible = visible_pairs(query, key.shape[-2], is_causal, key_mask)
+    visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     weights = attention_weights(query, key, log_prior, variance, e_step, visible)
     weights = torch.nn.functional.dropout(weights, dropout_p)
     return (weights @ value.to(weights.dtype)).to(query.dtype)

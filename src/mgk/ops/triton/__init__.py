@@ -13,10 +13,15 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from mgk.ops.triton import mixture, safe, shifted
-from mgk.ops.triton.bias import key_bias, spans
+from mgk.ops.triton import mixture, shifted
+from mgk.ops.triton.bias import BLOCK, key_bias, shifted_bias, spans
+from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
+from mgk.ops.triton.prior import prior_statistics
 from mgk.ops.triton.tiles import Tile, choose
+
+__all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
 
 LOG2E = math.log2(math.e)
 MAX_WIDTH = 256
@@ -31,6 +36,8 @@ def mgk_attention(
     is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     require_support(query, value)
+    if decodes(dropout_p, query_mask, query, key, value, log_prior, variance):
+        return decode_few(query, key, None, value, log_prior, variance, e_step, is_causal, key_mask)
     per_component = variance.float() if isinstance(variance, Tensor) else None
     number = 1.0 if isinstance(variance, Tensor) else variance
     seed = draw_seed(dropout_p, query)
@@ -45,17 +52,49 @@ def smgk_attention(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, variance: float | Tensor,
     e_step: str, is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    require_support(query, value)
+    if decodes(dropout_p, query_mask, query, key, shift, value, log_prior, variance):
+        return decode_few(query, key, shift, value, log_prior, variance, e_step, is_causal, key_mask)
     if isinstance(variance, Tensor):  # q.k / s2_r differs between the components: nothing factors
         keys = (key.float()[:, :, None] + shift.float()[None, :, :, None]).to(key.dtype)
         return mgk_attention(
             query, keys, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask
         )
-    require_support(query, value)
     result = shifted_forward(
         dense(query), dense(key), shift.contiguous(), dense(value), contiguous(log_prior), contiguous(key_mask),
         contiguous(query_mask), draw_seed(dropout_p, query), variance, e_step == "hard", is_causal, dropout_p,
     )  # fmt: skip
     return result[0]
+
+
+def decodes(dropout_p: float, query_mask: Tensor | None, query: Tensor, *others: object) -> bool:
+    """A few queries, nothing to differentiate: the kernel that splits the keys between programs."""
+    if query.shape[2] > MAX_QUERIES or dropout_p or query_mask is not None:
+        return False
+    tensors = [tensor for tensor in (query, *others) if isinstance(tensor, Tensor)]
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+
+
+def decode_few(
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
+    variance: float | Tensor, e_step: str, is_causal: bool, key_mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    number, own = (1.0, variance) if isinstance(variance, Tensor) else (variance, None)
+    return decode_forward(query, key, shift, value, log_prior, own, key_mask, number, e_step == "hard", is_causal)
+
+
+@torch.library.custom_op("mgk::triton_decode", mutates_args=())
+def decode_forward(
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, own: Tensor | None,
+    key_mask: Tensor | None, variance: float, hard: bool, causal: bool,
+) -> Tensor:  # fmt: skip
+    each = variance if own is None else own
+    return decode_attention(query, key, shift, value, log_prior, each, hard, causal, key_mask)
+
+
+@decode_forward.register_fake
+def _(query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[-1])
 
 
 def require_support(query: Tensor, value: Tensor) -> None:
@@ -124,9 +163,9 @@ def launch(choice: Tile) -> dict[str, int]:
     return {"BM": choice.queries, "BN": choice.keys, "num_warps": choice.warps, "num_stages": choice.stages}
 
 
-def safe_tile(choice: Tile) -> Tile:
-    """The query blocks are the forward kernel's; the rest only has to fit."""
-    return Tile(choice.queries, 32, 8 if choice.queries == 128 else 4, 1)
+def roads(hard: bool) -> tuple[int, ...]:
+    """The launches: each head finds out whether it is for the first or the second; the hard E-step has one road."""
+    return (2,) if hard else (0, 1)
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
@@ -146,38 +185,32 @@ def shifted_forward(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
     query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output; what is known of the queries (G,2+2M,Nq') and keys (G,1+2M,Nk'); query blocks in conflict (G,blocks)."""
-    heads, num_queries, num_keys = query.shape[1], query.shape[2], key.shape[2]
-    choice = tile("shifted", "forward", query, value, shift.shape[1])
-    output, rows, keys, conflict = shifted_results(query, key, shift, value, choice)
+    """Output; what is known of the queries (G,1+2M,Nq') and of the keys (G,1+2M,Nk'); the reach of their numbers."""
+    (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
+    choice = tile("shifted", "forward", query, value, components)
+    output, rows, keys, worst = shifted_results(query, key, shift, value)
     if output.numel():
-        key_bias(keys, key, shift, None if hard else log_prior, None, 1 / variance, key_mask)
-        masks, numbers = spans(query_mask, key_mask, num_queries, num_keys), (LOG2E / variance, *dropout_numbers(dropout_p))
-        sizes = *strides(query, key, value, output), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
-        settings = {
-            **common(query, key, value, shift.shape[1]), "CAUSAL": causal, "SPANS": masks is not None,
-            "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0,
-        }  # fmt: skip
-        shifted.forward_kernel[(conflict.numel(),)](
-            query, key, shift, value, keys, output, rows, conflict, masks, as_bytes(query_mask), seed, *numbers, *sizes,
-            **settings, HARD=hard, **launch(choice),
-        )  # fmt: skip
-        if not hard and shift.shape[1] > 1:
-            safe.forward_kernel[(conflict.shape[0],)](
-                query, key, value, keys, output, rows, conflict, masks, as_bytes(query_mask), seed, *numbers, *sizes,
-                **settings, **launch(safe_tile(choice)),
+        shifted_bias(keys, rows, worst, query, key, shift, None if hard else log_prior, 1 / variance, key_mask, hard)
+        masks = spans(query_mask, key_mask, num_queries, num_keys)
+        for road in roads(hard):
+            shifted.forward_kernel[(rows.shape[-1] // choice.queries * batch * heads,)](
+                query, key, value, keys, output, rows, worst, masks, as_bytes(query_mask), seed, LOG2E / variance,
+                *dropout_numbers(dropout_p), *strides(query, key, value, output), heads, num_queries, num_keys,
+                rows.shape[-1], keys.shape[-1], worst.shape[-1], **common(query, key, value, components), ROAD=road,
+                CAUSAL=causal, SPANS=masks is not None, KEY_MASK=key_mask is not None,
+                MASK_QUERIES=query_mask is not None, DROPOUT=dropout_p > 0,
+                FLAGS=triton.next_power_of_2(worst.shape[-1]), **launch(choice),
             )  # fmt: skip
-    return output, rows, keys, conflict
+    return output, rows, keys, worst
 
 
-def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, choice: Tile) -> tuple[Tensor, ...]:
+def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     batch, heads, num_queries, _ = query.shape
-    components, length = shift.shape[1], padded(num_queries)
+    known, queries, keys = 1 + 2 * shift.shape[1], padded(num_queries), padded(key.shape[2])
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     return (
-        like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, 2 + 2 * components, length),
-        empty(batch * heads, 1 + 2 * components, padded(key.shape[2])),
-        empty(batch * heads, length // choice.queries, dtype=torch.int32),
+        like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, known, queries),
+        empty(batch * heads, known, keys), empty(batch * heads, (queries + keys) // BLOCK),
     )  # fmt: skip
 
 
@@ -185,7 +218,7 @@ def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, ch
 def shifted_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
-    keys: Tensor, conflict: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
+    keys: Tensor, worst: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, shift, value and log_prior (in float32, and empty where there is none)."""
     (batch, heads, num_queries, width), num_keys, components = query.shape, key.shape[2], shift.shape[1]
@@ -200,29 +233,23 @@ def shifted_backward(
     grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
     masks = spans(query_mask, key_mask, num_queries, num_keys)
     settings = {
-        **common(query, key, value, components), "HARD": hard, "CAUSAL": causal, "SPANS": masks is not None,
-        "DROPOUT": dropout_p > 0,
+        **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
+        "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0,
+        "FLAGS": triton.next_power_of_2(max(1, worst.shape[-1])),
     }  # fmt: skip
     numbers = LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance
-    sizes = heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
-    if batch * heads * query_blocks:
+    sizes = heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], worst.shape[-1]
+    for road in roads(hard) if batch * heads * query_blocks else ():
         shifted.query_kernel[(batch * heads * query_blocks,)](
-            query, key, shift, value, keys, output, rows, masks, seed, grad, delta, grads[0], part, *numbers,
-            *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, **launch(on_queries),
+            query, key, shift, value, keys, output, rows, worst, masks, seed, grad, delta, grads[0], part, *numbers,
+            *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, ROAD=road,
+            **launch(on_queries),
         )  # fmt: skip
-    if batch * heads * key_blocks:
+    for road in roads(hard) if batch * heads * key_blocks else ():
         shifted.key_kernel[(batch * heads * key_blocks,)](
-            query, key, shift, value, keys, rows, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part,
+            query, key, shift, value, keys, rows, worst, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part,
             *numbers, *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks, parts, **settings,
-            POSITIONS=positions, **launch(on_keys),
-        )  # fmt: skip
-    if not hard and components > 1 and output.numel():
-        del settings["HARD"]
-        flagged = safe_tile(tile("shifted", "forward", query, value, components))
-        safe.backward_kernel[(batch * heads,)](
-            query, key, shift, value, keys, rows, conflict, masks, seed, grad, delta, *grads, grad_bias, part, *numbers,
-            *strides(query, key, value, grad, *grads), *sizes, query_blocks, parts, **settings, POSITIONS=positions,
-            FLAGS=triton.next_power_of_2(conflict.shape[1]), **launch(flagged),
+            ROAD=road, POSITIONS=positions, **launch(on_keys),
         )  # fmt: skip
     total = part.sum((0, 2))  # (H,M,BD+1)
     grad_prior = grad_bias.sum(0) if positions else total[..., -1].contiguous()
@@ -242,7 +269,7 @@ def mixture_forward(
     choice = tile("mixture", "forward", query, value, components)
     output, rows, keys = mixture_results(query, key, value)
     if output.numel():
-        key_bias(keys, key, None, None if hard else log_prior, per_component, 1 / variance, key_mask)
+        key_bias(keys, key, None if hard else log_prior, per_component, 1 / variance, key_mask)
         mixture.forward_kernel[(rows.shape[-1] // choice.queries * batch * heads,)](
             query, key, value, keys, per_component, output, rows, spans(query_mask, key_mask, num_queries, num_keys),
             as_bytes(query_mask), seed, 1 / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output),
@@ -313,7 +340,7 @@ def mixture_backward(
 
 @shifted_forward.register_fake
 def _(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return shifted_results(query, key, shift, value, tile("shifted", "forward", query, value, shift.shape[1]))
+    return shifted_results(query, key, shift, value)
 
 
 @mixture_forward.register_fake
@@ -367,3 +394,32 @@ def mixture_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ..
 
 shifted_forward.register_autograd(shifted_autograd, setup_context=keep_for_backward)
 mixture_forward.register_autograd(mixture_autograd, setup_context=keep_for_backward)
+
+
+def pairs(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> int:
+    return math.prod(query_shape[:3]) * key_shape[-2]
+
+
+@register_flop_formula(torch.ops.mgk.triton_shifted)
+def _(query: tuple[int, ...], key: tuple[int, ...], shift: Any, value: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """One score product and one with the values."""
+    return 2 * pairs(query, key) * (query[-1] + value[-1])
+
+
+@register_flop_formula(torch.ops.mgk.triton_mixture)
+def _(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """M score products and one with the values."""
+    return 2 * pairs(query, key) * (key[2] * query[-1] + value[-1])
+
+
+@register_flop_formula(torch.ops.mgk.triton_shifted_backward)
+def _(
+    grad: Any, query: tuple[int, ...], key: tuple[int, ...], shift: Any, value: tuple[int, ...], *_: Any, **__: Any
+) -> int:
+    """Scores, dq and dk; dA and dv. What the two kernels compute twice is not counted twice."""
+    return 2 * pairs(query, key) * (3 * query[-1] + 2 * value[-1])
+
+
+@register_flop_formula(torch.ops.mgk.triton_mixture_backward)
+def _(grad: Any, query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * pairs(query, key) * (3 * key[2] * query[-1] + 2 * value[-1])

@@ -1,6 +1,8 @@
-"""What depends on one key alone, in one small kernel: log prior[j,r] - |k_jr|^2 / (2 s2_r), in base 2.
+"""What depends on one position alone, in one small kernel, so that no pair pays for it. Logarithms are to the base 2.
 
-And the last query and key of each batch that takes part, so that padding is not walked over.
+Keys: log_w[j,r] = log prior[j,r] - |k_jr|^2 / (2 s2_r). For shifted keys also w = 2^log_w, and of the queries
+log_u[i,r] = q_i.b_r / s2 and rho = u_r / u_0. And the last query and key of each batch that takes part, so that padding
+is not walked over.
 """
 
 from __future__ import annotations
@@ -10,32 +12,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mgk.ops.triton.primitives import LOG2E, NEVER, factors, load_tile
+from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile
+
+# The light road multiplies w[j] <= 2^4 with exponentials of at most 1. With every w at least 2^-LIGHT_KEYS and every
+# rho between 2^-LIGHT_ROWS and 2^LIGHT_ROWS, a row's sum is at least 2^-100: nothing that counts is lost, and nothing
+# overflows.
+LIGHT_KEYS, LIGHT_ROWS = tl.constexpr(70.0), tl.constexpr(30.0)
+BLOCK = 64
 
 
 @triton.jit
-def bias_kernel(
-    K, SHIFT, PRIOR, VARIANCE, MASK, KEYS, inverse_variance, skb, skh, skm, skn, H, num_keys, padded_keys,
-    D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, SHIFTED: tl.constexpr, VARIANCES: tl.constexpr,
-    HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
+def key_weights(
+    p_k, SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, start, num_keys, skm, skn, D: tl.constexpr, BD: tl.constexpr,
+    M: tl.constexpr, SHIFTED: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
+    POSITION_PRIOR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """KEYS (G, M, Nk') takes log_w; with shifted keys KEYS (G, 1+2M, Nk') takes max_r log_w, the factors w and log_w."""
-    blocks = tl.cdiv(padded_keys, BN)
-    i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
-    o_n, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, BD)
-    p_k = K + i_b * skb + i_h * skh
-    b_k = load_tile(p_k, i_n * BN, num_keys, skn, BN, D, BD, True).to(tl.float32)  # [BN, BD]
-    taken = o_n < num_keys
-    if MASKED:
-        taken = taken & (tl.load(MASK + i_b * num_keys + o_n, mask=taken, other=0) != 0)
+    """log_w as a tuple of M vectors."""
+    o_n, o_d = start + tl.arange(0, BN), tl.arange(0, BD)
+    b_k = load_tile(p_k, start, num_keys, skn, BN, D, BD, True).to(tl.float32)  # [BN, BD]
     log_w = ()
     for r in tl.static_range(M):
         if SHIFTED:
-            b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-            b_kr = b_k + b_b[None, :]
+            b_kr = b_k + tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
         else:
-            b_kr = load_tile(p_k + r * skm, i_n * BN, num_keys, skn, BN, D, BD, True).to(tl.float32)
+            b_kr = load_tile(p_k + r * skm, start, num_keys, skn, BN, D, BD, True).to(tl.float32)
         inverse = inverse_variance
         if VARIANCES:
             inverse = 1.0 / tl.load(VARIANCE + i_h * M + r)
@@ -44,35 +44,118 @@ def bias_kernel(
             bias += tl.load(PRIOR + i_h * M + r).to(tl.float32)
         if POSITION_PRIOR:
             bias += tl.load(PRIOR + (i_h * M + r) * num_keys + o_n, mask=o_n < num_keys, other=0.0).to(tl.float32)
-        log_w = log_w + (tl.where(taken, bias * LOG2E, NEVER),)
-    inside = o_n < padded_keys
-    if SHIFTED:
+        log_w = log_w + (bias * LOG2E,)
+    return log_w
+
+
+@triton.jit
+def bias_kernel(
+    K, PRIOR, VARIANCE, MASK, KEYS, inverse_variance, skb, skh, skm, skn, H, num_keys, padded_keys,
+    D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
+    POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """KEYS (G, M, Nk') takes log_w, -inf where a key takes no part."""
+    blocks = tl.cdiv(padded_keys, BN)
+    i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_b, i_h, o_n = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_n * BN + tl.arange(0, BN)
+    log_w = key_weights(
+        K + i_b * skb + i_h * skh, None, PRIOR, VARIANCE, inverse_variance, i_h, i_n * BN, num_keys, skm, skn, D, BD, M,
+        False, VARIANCES, HEAD_PRIOR, POSITION_PRIOR, BN,
+    )  # fmt: skip
+    taken = o_n < num_keys
+    if MASKED:
+        taken = taken & (tl.load(MASK + i_b * num_keys + o_n, mask=taken, other=0) != 0)
+    for r in tl.static_range(M):
+        p_keys = KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n
+        tl.store(p_keys, tl.where(taken, log_w[r], NEVER), mask=o_n < padded_keys)
+
+
+@triton.jit
+def shifted_bias_kernel(
+    Q, K, SHIFT, PRIOR, MASK, KEYS, ROWS, WORST, inverse_variance, highest, sqb, sqh, sqn, skb, skh, skn, H,
+    num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+    HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. ROWS (G, 1+2M, Nq'): room for the row sum, rho, log_u.
+
+    WORST (G, blocks): how far the block's numbers reach beyond what the light road can hold; it may be taken if all of
+    a head are at most 0. `highest` is the largest exponent a factor may have.
+    """
+    key_blocks, query_blocks = padded_keys // BN, padded_queries // BN
+    blocks = key_blocks + query_blocks
+    i_block, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_b, i_h, o_d = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), tl.arange(0, BD)
+    if i_block < key_blocks:
+        o_n = i_block * BN + tl.arange(0, BN)
+        log_w = key_weights(
+            K + i_b * skb + i_h * skh, SHIFT, PRIOR, None, inverse_variance, i_h, i_block * BN, num_keys, 0, skn, D, BD,
+            M, True, False, HEAD_PRIOR, POSITION_PRIOR, BN,
+        )  # fmt: skip
+        top = 0.0
+        if HEAD_PRIOR:  # a factor common to the whole head cancels; this one puts the largest weight near 1
+            top = tl.load(PRIOR + i_h * M).to(tl.float32)
+            for r in tl.static_range(1, M):
+                top = tl.maximum(top, tl.load(PRIOR + i_h * M + r).to(tl.float32))
+            top = finite(top) * LOG2E
+        taken = o_n < num_keys
+        if MASKED:
+            taken = taken & (tl.load(MASK + i_b * num_keys + o_n, mask=taken, other=0) != 0)
         p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys + o_n
-        c, w = factors(log_w, M)
-        tl.store(p_keys, c, mask=inside)
+        tl.store(p_keys, tl.where(taken, 0.0, NEVER))
+        largest = log_w[0] - top
         for r in tl.static_range(M):
-            tl.store(p_keys + (1 + r) * padded_keys, w[r], mask=inside)
-            tl.store(p_keys + (1 + M + r) * padded_keys, log_w[r], mask=inside)
+            largest = tl.maximum(largest, log_w[r] - top)
+            tl.store(p_keys + (1 + r) * padded_keys, tl.where(taken, tl.exp2(log_w[r] - top), 0.0))
+            tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(taken, log_w[r] - top, NEVER))
+        beyond = tl.maximum(largest - 4.0, -LIGHT_KEYS - largest)
+        tl.store(WORST + i_bh * blocks + i_block, tl.max(tl.where(taken, beyond, -1.0), 0))
     else:
+        start = (i_block - key_blocks) * BN
+        o_m = start + tl.arange(0, BN)
+        b_q = load_tile(Q + i_b * sqb + i_h * sqh, start, num_queries, sqn, BN, D, BD, True).to(tl.float32)  # [BN, BD]
+        p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries + o_m
+        first = tl.zeros([BN], tl.float32)
+        beyond = tl.full([BN], -1.0, tl.float32)
         for r in tl.static_range(M):
-            tl.store(KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, log_w[r], mask=inside)
+            b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+            log_u = tl.sum(b_q * b_b[None, :], 1) * (inverse_variance * LOG2E)
+            if r == 0:
+                first = log_u
+            lead = log_u - first
+            beyond = tl.maximum(beyond, tl.maximum(lead - highest, -LIGHT_ROWS - lead))
+            tl.store(p_rows + (1 + r) * padded_queries, lead if HARD else tl.exp2(lead))
+            tl.store(p_rows + (1 + M + r) * padded_queries, log_u)
+        tl.store(WORST + i_bh * blocks + i_block, tl.max(beyond, 0))
 
 
 def key_bias(
-    keys: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, variance: Tensor | None,
-    inverse_variance: float, key_mask: Tensor | None,
+    keys: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None, inverse_variance: float,
+    key_mask: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys`, see the kernel. `key` is (B,H,M,Nk,D), or (B,H,Nk,D) with a shift (H,M,D)."""
-    (batch, heads), (num_keys, width) = key.shape[:2], key.shape[-2:]
-    components = key.shape[2] if shift is None else shift.shape[1]
+    """Fill `keys` (G,M,Nk') from `key` (B,H,M,Nk,D)."""
+    batch, heads, components, num_keys, width = key.shape
     block_width = triton.next_power_of_2(max(width, 16))
     block = max(16, min(128, 8192 // block_width))
     bias_kernel[(triton.cdiv(keys.shape[-1], block) * batch * heads,)](
-        key, shift, log_prior, variance, None if key_mask is None else key_mask.view(torch.uint8), keys,
-        inverse_variance, key.stride(0), key.stride(1), 0 if shift is not None else key.stride(2), key.stride(-2),
-        heads, num_keys, keys.shape[-1], width, block_width, components, shift is not None, variance is not None,
+        key, log_prior, variance, None if key_mask is None else key_mask.view(torch.uint8), keys, inverse_variance,
+        *key.stride()[:4], heads, num_keys, keys.shape[-1], width, block_width, components, variance is not None,
         log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
         key_mask is not None, block, num_warps=4,
+    )  # fmt: skip
+
+
+def shifted_bias(
+    keys: Tensor, rows: Tensor, worst: Tensor, query: Tensor, key: Tensor, shift: Tensor, log_prior: Tensor | None,
+    inverse_variance: float, key_mask: Tensor | None, hard: bool,
+) -> None:  # fmt: skip
+    """Fill `keys` (G,1+2M,Nk'), `rows` (G,1+2M,Nq') and `worst` (G, blocks of BLOCK), see the kernel."""
+    heads, width = query.shape[1], query.shape[-1]
+    shifted_bias_kernel[(worst.numel(),)](
+        query, key, shift, log_prior, None if key_mask is None else key_mask.view(torch.uint8), keys, rows, worst,
+        inverse_variance, 14.0 if query.dtype == torch.float16 else 30.0, *query.stride()[:3], *key.stride()[:3], heads,
+        query.shape[2], key.shape[2], rows.shape[-1], keys.shape[-1], width, triton.next_power_of_2(max(width, 16)),
+        shift.shape[1], log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
+        key_mask is not None, hard, BLOCK, num_warps=4,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def forward_kernel(
 ):  # fmt: skip
     blocks = padded_queries // BM
     i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks  # long causal rows start first
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_m = i_m * BM + tl.arange(0, BM)
@@ -210,7 +210,7 @@ def query_kernel(
     """dq, delta, and each query block's share of dvariance."""
     blocks = padded_queries // BM
     i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_m = i_m * BM + tl.arange(0, BM)
@@ -321,7 +321,7 @@ def key_kernel(
     """dk, dv, and each key block's share of dlog_prior and dvariance."""
     blocks = padded_keys // BN
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_n = i_n * BN + tl.arange(0, BN)
@@ -347,21 +347,24 @@ def key_kernel(
     if CAUSAL:
         for start in range(begin, visible, BM):
             b_dk, b_dv, dw = key_step(
-                start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset, threshold,
-                inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True, DROPOUT,
+                start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
+                threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True,
+                DROPOUT,
                 PRECISION, BM, BN,
             )  # fmt: skip
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
-            start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset, threshold,
-            inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, False, DROPOUT,
+            start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
+                threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, False,
+                DROPOUT,
             PRECISION, BM, BN,
         )  # fmt: skip
     if not EVEN:
         for start in range(tl.maximum(visible, whole), stop, BM):
             b_dk, b_dv, dw = key_step(
-                start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset, threshold,
-                inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True, DROPOUT,
+                start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
+                threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True,
+                DROPOUT,
                 PRECISION, BM, BN,
             )  # fmt: skip
 

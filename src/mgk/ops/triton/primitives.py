@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A row whose sum is under this, where the largest exponential is 1, has its heavy keys in another component.
-TINY = tl.constexpr(2.0**-60)
 NEVER = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -61,19 +59,6 @@ def zeros_tuple(shape: tl.constexpr, M: tl.constexpr):
     for _ in tl.static_range(M):
         blocks = blocks + (tl.zeros(shape, tl.float32),)
     return blocks
-
-
-@triton.jit
-def factors(logs, M: tl.constexpr):
-    """Largest entry over the components, and the entries relative to it: exp2(logs[r] - largest)."""
-    largest = logs[0]
-    for r in tl.static_range(1, M):
-        largest = tl.maximum(largest, logs[r])
-    safe = finite(largest)
-    scaled = ()
-    for r in tl.static_range(M):
-        scaled = scaled + (tl.exp2(logs[r] - safe),)
-    return largest, scaled
 
 
 @triton.jit

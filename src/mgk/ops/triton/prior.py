@@ -257,7 +257,7 @@ def visible_queries(
     batch, num_queries = query.shape[0], query.shape[2]
     first = torch.zeros(num_keys, dtype=torch.long, device=query.device)
     if is_causal:
-        first = (torch.arange(num_keys, device=query.device) - (num_keys - num_queries)).clamp(0, num_queries)
+        first = (torch.arange(num_keys, device=query.device) - (num_keys - num_queries)).clamp(min=0)
     if query_mask is None:
         seen = (num_queries - first).expand(batch, -1)
     else:

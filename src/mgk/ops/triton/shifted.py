@@ -1,13 +1,14 @@
-"""Kernels for shifted keys, l[i,j,r] = q_i.k_j/s2 + log_u[i,r] + log_w[j,r]: one product, one exponential per pair.
+"""Kernels for shifted keys, l[i,j,r] = q_i.k_j/s2 + log_u[i,r] + log_w[j,r], logarithms to the base 2.
 
-Fast road: exp l = exp(q.k/s2 + c_j) * sum_r u[i,r] w[j,r] * exp a_i, with u and w scaled to a largest entry of 1. Where a
-row's sum falls under TINY, the forward kernel flags the query block in CONFLICT and gives its rows LSE = +inf, so that no
-fast kernel counts them; the kernels of safe.py do the flagged blocks over, one exponential per component.
-Hard E-step: max_r(log_u + log_w) = log_u[i,0] + max(log_w[j,0], log_w[j,r] + lead[i,r]), exact on one road.
+Light road: 2^l = 2^(q.k/s2) * (w_0[j] + sum_r rho_r[i] w_r[j]) * 2^log_u_0[i]: one product, one exponential, a
+multiply-add per further component and a multiplication per pair. It holds what ordinary networks make; the kernel of
+bias.py measures how far the numbers of a head reach. Where they reach too far, all programs of that head end at once,
+and those of a second launch take the safe road: one product, and an exponential per component, right for all numbers.
+Hard E-step: max_r(log_u + log_w) = log_u[i,0] + max(log_w[j,0], log_w[j,r] + lead[i,r]), one road for all numbers.
 
-KEYS (G, 1+2M, Nk'): c, the w, the log_w of every key, from bias.py. ROWS (G, 2+2M, Nq'): LSE, SAFE, the u (hard: the
-leads), the log_u of every query. Both are padded to whole tiles (keys of weight 0, queries with LSE = +inf): a vector
-along a tile is held by every warp, so what is computed from it inside the loop would be computed 32 times over.
+KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): LSE less log_u_0 (+inf where a query
+sees no key), the rho (hard: the leads), the log_u. Both are padded to whole tiles. They are vectors along a tile, which
+every warp holds: what the loop computed from them would be computed 32 times over.
 docs/math.md derives all of it; docs/kernels.md says what bounds it.
 """
 
@@ -18,8 +19,6 @@ import triton.language as tl
 
 from mgk.ops.triton.primitives import (
     NEVER,
-    TINY,
-    factors,
     kept,
     key_range,
     load_tile,
@@ -30,21 +29,32 @@ from mgk.ops.triton.primitives import (
     zeros_tuple,
 )
 
-LSE, SAFE, U = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LIGHT, SAFE, HARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # roads
 FOREVER = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def mixed(u, w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
-    """sum_r u[i,r] w[j,r].  # [BM, BN], or [BN, BM] with the keys down"""
+def other_road(p_worst, i_bh, blocks, ROAD: tl.constexpr, BLOCKS: tl.constexpr):
+    """Whether this head is for another launch."""
+    other = False
+    if ROAD != HARD:
+        o = tl.arange(0, BLOCKS)
+        worst = tl.max(tl.load(p_worst + i_bh * blocks + o, mask=o < blocks, other=-1.0), 0)
+        other = (worst <= 0.0) if ROAD == SAFE else (worst > 0.0)
+    return other
+
+
+@triton.jit
+def mixed(rho, w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
+    """w_0[j] + sum_r rho_r[i] w_r[j].  # [BM, BN], or [BN, BM] with the keys down"""
     if KEYS_DOWN:
-        result = w[0][:, None] * u[0][None, :]
+        result = w[0][:, None]
         for r in tl.static_range(1, M):
-            result += w[r][:, None] * u[r][None, :]
+            result = result + w[r][:, None] * rho[r][None, :]
     else:
-        result = u[0][:, None] * w[0][None, :]
+        result = w[0][None, :]
         for r in tl.static_range(1, M):
-            result += u[r][:, None] * w[r][None, :]
+            result = result + rho[r][:, None] * w[r][None, :]
     return result
 
 
@@ -69,50 +79,41 @@ def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def score_of(s, scale, u, log_u, c, log_w, r: tl.constexpr, HARD: tl.constexpr, SAFE_ROAD: tl.constexpr, M: tl.constexpr):
-    """The exponent of a pair, queries down: all of l on the safe road, less a row constant on the others."""
-    if SAFE_ROAD:
-        x = s * scale + (log_u[r][:, None] + log_w[r][None, :])
-    elif HARD:
-        x = log_w[0][None, :] + tl.zeros_like(s)
-        for other in tl.static_range(1, M):
-            x = tl.maximum(x, bid(u[other], log_w[other], False))
-        x += s * scale
-    else:
-        x = s * scale + c[None, :]
-    return x
-
-
-@triton.jit
 def forward_step(
-    start, b_q, acc, m, l, u, log_u, p_k, p_v, p_keys, p_seed, i_bh, i_m, offset, scale, threshold, inverse_keep,
+    start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_seed, i_bh, i_m, offset, scale, threshold, inverse_keep,
     num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, HARD: tl.constexpr, SAFE_ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, KEY_MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """`rows` are the rho, on the safe road the log_u, with the hard E-step the leads."""
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
     b_k = load_tile(p_k, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
     s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
     if CAUSAL and MASKED:
         s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
-    if HARD or SAFE_ROAD:
-        c, w = l, ()
-        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
-    else:
-        c, log_w = load_vector(p_keys, start, BN), ()
+    if ROAD == LIGHT:
+        if KEY_MASK or MASKED:
+            s += load_vector(p_keys, start, BN)[None, :]
         w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
-    x = score_of(s, scale, u, log_u, c, log_w, 0, HARD, SAFE_ROAD, M)
-    x_max = tl.max(x, 1)
-    if SAFE_ROAD:
-        for r in tl.static_range(1, M):
-            x_max = tl.maximum(x_max, tl.max(score_of(s, scale, u, log_u, c, log_w, r, HARD, SAFE_ROAD, M), 1))
-    m, m_safe, alpha = online_softmax(x_max, m)
-    p = tl.exp2(x - m_safe[:, None])
-    if SAFE_ROAD:
-        for r in tl.static_range(1, M):
-            p += tl.exp2(score_of(s, scale, u, log_u, c, log_w, r, HARD, SAFE_ROAD, M) - m_safe[:, None])
-    elif not HARD:
-        p *= mixed(u, w, False, M)
+        m, m_safe, alpha = online_softmax(tl.max(s, 1) * scale, m)
+        p = tl.exp2(s * scale - m_safe[:, None]) * mixed(rows, w, False, M)
+    else:
+        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
+        if ROAD == HARD:
+            best = log_w[0][None, :] + tl.zeros_like(s)
+            for r in tl.static_range(1, M):
+                best = tl.maximum(best, bid(rows[r], log_w[r], False))
+            x = s * scale + best
+            m, m_safe, alpha = online_softmax(tl.max(x, 1), m)
+            p = tl.exp2(x - m_safe[:, None])
+        else:
+            x_max = tl.max(s * scale + bid(rows[0], log_w[0], False), 1)
+            for r in tl.static_range(1, M):
+                x_max = tl.maximum(x_max, tl.max(s * scale + bid(rows[r], log_w[r], False), 1))
+            m, m_safe, alpha = online_softmax(x_max, m)
+            p = tl.exp2(s * scale + bid(rows[0] - m_safe, log_w[0], False))
+            for r in tl.static_range(1, M):
+                p += tl.exp2(s * scale + bid(rows[r] - m_safe, log_w[r], False))
     l = l * alpha + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(kept(p_seed, i_bh, o_m[:, None], o_n[None, :], threshold), p * inverse_keep, 0.0)
@@ -123,39 +124,25 @@ def forward_step(
 
 @triton.jit
 def forward_kernel(
-    Q, K, SHIFT, V, KEYS, OUT, ROWS, CONFLICT, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
+    Q, K, V, KEYS, OUT, ROWS, WORST, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    flags, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, FLAGS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     blocks = padded_queries // BM
     i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks  # long causal rows start first
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    if other_road(WORST, i_bh, flags, ROAD, FLAGS):
+        return
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
-    o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
+    o_m = i_m * BM + tl.arange(0, BM)
     p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
-    p_rows = ROWS + i_bh.to(tl.int64) * (2 + 2 * M) * padded_queries
+    p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
     b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
-
-    log_u, lead = (), ()
-    for r in tl.static_range(M):
-        b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-        log_u = log_u + (tl.sum(b_q.to(tl.float32) * b_b[None, :], 1) * scale,)
-        lead = lead + (log_u[r] - log_u[0],)
-        tl.store(p_rows + (U + M + r) * padded_queries + o_m, log_u[r])
-    if HARD:
-        u = lead
-    else:
-        _, u = factors(log_u, M)
-    for r in tl.static_range(M):
-        tl.store(p_rows + (U + r) * padded_queries + o_m, u[r])
-    # Read back what was just written: loaded vectors take the layout of the scores, computed ones would be converted
-    # through shared memory in every turn of the loop.
-    tl.debug_barrier()
-    u = load_vectors(p_rows + U * padded_queries, i_m * BM, padded_queries, BM, M)
+    rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
 
     stop = last_key
     if CAUSAL:
@@ -169,38 +156,37 @@ def forward_kernel(
     acc = tl.zeros([BM, BV], tl.float32)
     for start in range(0, full, BN):
         acc, m, l = forward_step(
-            start, b_q, acc, m, l, u, log_u, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold, inverse_keep,
-            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, HARD, False, CAUSAL, False, DROPOUT, PRECISION, BM, BN,
+            start, b_q, acc, m, l, rows, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold, inverse_keep,
+            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL, False, KEY_MASK, DROPOUT, PRECISION, BM,
+            BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         for start in range(full, stop, BN):
             acc, m, l = forward_step(
-                start, b_q, acc, m, l, u, log_u, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold,
-                inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, HARD, False, CAUSAL, True, DROPOUT,
-                PRECISION, BM, BN,
+                start, b_q, acc, m, l, rows, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold, inverse_keep,
+                num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL, True, KEY_MASK, DROPOUT, PRECISION, BM,
+                BN,
             )  # fmt: skip
 
-    conflict = 0
-    if (not HARD) and M > 1:
-        conflict = tl.max(((l < TINY) & (m > NEVER)).to(tl.int32), 0)
-        tl.store(CONFLICT + i_bh * blocks + i_m, conflict)
     takes_part = (l > 0) & (o_m < num_queries)
     if MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
-    lse = tl.where(takes_part & (conflict == 0), m + tl.log2(l), FOREVER)
-    tl.store(p_rows + LSE * padded_queries + o_m, lse)
+    lse = m + tl.log2(l)
+    if ROAD == SAFE:
+        lse -= rows[0]
+    tl.store(p_rows + o_m, tl.where(takes_part, lse, FOREVER))
 
 
 @triton.jit
 def query_step(
-    start, b_q, b_do, b_dq, du, u, log_u, lse, delta, p_k, p_v, p_keys, p_seed, i_bh, i_m, offset, scale, threshold,
+    start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_seed, i_bh, i_m, offset, scale, threshold,
     inverse_keep, num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, SAFE_ROAD: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One key tile's share of dq and of dlog_u; on the fast road dlog_u comes without its factor u."""
+    """One key tile's share of dq and, after the first component, of dlog_u; on the light road that lacks its rho."""
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
     b_k = load_tile(p_k, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
     b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
@@ -211,59 +197,63 @@ def query_step(
     if DROPOUT:
         slope = tl.where(kept(p_seed, i_bh, o_m[:, None], o_n[None, :], threshold), slope * inverse_keep, 0.0)
     slope -= delta[:, None]
-    new = ()
-    if SAFE_ROAD:
-        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
-        ds = tl.zeros_like(s)
-        for r in tl.static_range(M):
-            part = tl.exp2(s * scale + (log_u[r][:, None] + log_w[r][None, :]) - lse[:, None]) * slope
-            ds += part
-            new = new + (du[r] + tl.sum(part, 1),)
-    elif HARD:
-        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
-        best, won = best_bid(slope, u, log_w, False, M)
-        ds = tl.exp2(s * scale + best - lse[:, None]) * slope
-        new = new + (du[0],)
-        for r in tl.static_range(1, M):
-            new = new + (du[r] + tl.sum(tl.where(won == r, ds, 0.0), 1),)
-    else:
-        c = load_vector(p_keys, start, BN)
+    new = (du[0],)
+    if ROAD == LIGHT:
+        if KEY_MASK or MASKED:
+            s += load_vector(p_keys, start, BN)[None, :]
         w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
-        g = tl.exp2(s * scale + c[None, :] - lse[:, None]) * slope
-        new = new + (du[0],)
+        g = tl.exp2(s * scale - lse[:, None]) * slope
         for r in tl.static_range(1, M):
             new = new + (du[r] + tl.sum(g * w[r][None, :], 1),)
-        ds = g * mixed(u, w, False, M)
+        ds = g * mixed(rows, w, False, M)
+    else:
+        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
+        if ROAD == HARD:
+            best, won = best_bid(slope, rows, log_w, False, M)
+            ds = tl.exp2(s * scale + best - lse[:, None]) * slope
+            for r in tl.static_range(1, M):
+                new = new + (du[r] + tl.sum(tl.where(won == r, ds, 0.0), 1),)
+        else:
+            ds = tl.exp2(s * scale + bid(rows[0] - lse, log_w[0], False)) * slope
+            for r in tl.static_range(1, M):
+                part = tl.exp2(s * scale + bid(rows[r] - lse, log_w[r], False)) * slope
+                ds += part
+                new = new + (du[r] + tl.sum(part, 1),)
     b_dq = tl.dot(ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     return b_dq, new
 
 
 @triton.jit
 def query_kernel(
-    Q, K, SHIFT, V, KEYS, OUT, ROWS, SPAN, SEED, DO, DELTA, DQ, PART, scale, threshold, inverse_keep, inverse_variance,
+    Q, K, SHIFT, V, KEYS, OUT, ROWS, WORST, SPAN, SEED, DO, DELTA, DQ, PART, scale, threshold, inverse_keep,
+    inverse_variance,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn,
-    H, num_queries, num_keys, padded_queries, padded_keys, parts,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    H, num_queries, num_keys, padded_queries, padded_keys, flags, parts,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, FLAGS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, and each query block's share of dshift."""
     blocks = padded_queries // BM
     i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    if other_road(WORST, i_bh, flags, ROAD, FLAGS):
+        return
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
     p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
-    p_rows = ROWS + i_bh.to(tl.int64) * (2 + 2 * M) * padded_queries
+    p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
     b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
     b_do = load_tile(DO + i_b * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
     b_o = load_tile(OUT + i_b * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
     tl.store(DELTA + i_bh.to(tl.int64) * padded_queries + o_m, delta)
-    lse = load_vector(p_rows + LSE * padded_queries, i_m * BM, BM)
-    u = load_vectors(p_rows + U * padded_queries, i_m * BM, padded_queries, BM, M)
+    lse = load_vector(p_rows, i_m * BM, BM)
+    rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
+    if ROAD == SAFE:
+        lse += rows[0]
 
     stop = last_key
     if CAUSAL:
@@ -276,23 +266,27 @@ def query_kernel(
     b_dq, du = tl.zeros([BM, BD], tl.float32), zeros_tuple([BM], M)
     for start in range(0, full, BN):
         b_dq, du = query_step(
-            start, b_q, b_do, b_dq, du, u, u, lse, delta, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold,
-            inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, HARD, False, CAUSAL, False, DROPOUT,
+            start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold,
+            inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL, False, KEY_MASK, DROPOUT,
             PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         for start in range(full, stop, BN):
             b_dq, du = query_step(
-                start, b_q, b_do, b_dq, du, u, u, lse, delta, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale,
-                threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, HARD, False, CAUSAL, True,
+                start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale,
+                threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL, True,
+                KEY_MASK,
                 DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
-    dlog_u, rest = (), tl.zeros([BM], tl.float32)  # a row of dl sums to 0: the first component has what the others leave
+    dlog_u, rest = (
+        (),
+        tl.zeros([BM], tl.float32),
+    )  # rows of dl sum to 0: the first has what the others leave
     for r in tl.static_range(1, M):
-        part = du[r] if HARD else du[r] * u[r]
+        part = du[r] * rows[r] if ROAD == LIGHT else du[r]
         rest -= part
         dlog_u = dlog_u + (part,)
-    dlog_u = (rest,) + dlog_u  # noqa: RUF005
+    dlog_u = (rest,) + dlog_u
 
     p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * (BD + 1)
     for r in tl.static_range(M):
@@ -305,18 +299,20 @@ def query_kernel(
 
 @triton.jit
 def key_step(
-    start, b_k, b_v, b_dk, b_dv, dw, c, w, log_w, p_q, p_do, p_rows, p_delta, p_seed, i_bh, i_n, offset, scale, threshold,
-    inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, SAFE_ROAD: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_delta, p_seed, i_bh, i_n, offset, scale,
+    threshold, inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    HIDE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dk, dv and dlog_w, keys down and queries across; dlog_w of the fast road lacks its w."""
+    """One query tile's share of dk, dv and dlog_w, keys down and queries across; on the light road dlog_w lacks its w.
+
+    `w` are the w of the light road, the log_w of the others.
+    """
     o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
     b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, MASKED)  # [BM, BD]
     b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, MASKED)  # [BM, BV]
-    lse = load_vector(p_rows + (SAFE if SAFE_ROAD else LSE) * padded_queries, start, BM)
-    delta = load_vector(p_delta, start, BM)
-    u = load_vectors(p_rows + (U + M if SAFE_ROAD else U) * padded_queries, start, padded_queries, BM, M)
+    lse, delta = load_vector(p_rows, start, BM), load_vector(p_delta, start, BM)
+    rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, start, padded_queries, BM, M)
     s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
     if CAUSAL and MASKED:
         s = tl.where(o_n[:, None] <= o_m[None, :] + offset, s, NEVER)
@@ -327,28 +323,31 @@ def key_step(
         slope = tl.where(keep, slope * inverse_keep, 0.0)
     slope -= delta[None, :]
     new = ()
-    if SAFE_ROAD:
-        p, ds = tl.zeros_like(s), tl.zeros_like(s)
-        for r in tl.static_range(M):
-            part = tl.exp2(s * scale + (log_w[r][:, None] + u[r][None, :]) - lse[None, :])
-            p += part
-            part *= slope
-            ds += part
-            new = new + (dw[r] + tl.sum(part, 1),)
-    elif HARD:
-        best, won = best_bid(slope, u, log_w, True, M)
+    if ROAD == LIGHT:
+        if HIDE:
+            s += hide[:, None]
+        e = tl.exp2(s * scale - lse[None, :])
+        mix = mixed(rows, w, True, M)
+        p, g = e * mix, e * slope
+        new = new + (dw[0] + tl.sum(g, 1),)
+        for r in tl.static_range(1, M):
+            new = new + (dw[r] + tl.sum(g * rows[r][None, :], 1),)
+        ds = g * mix
+    elif ROAD == HARD:
+        best, won = best_bid(slope, rows, w, True, M)
         p = tl.exp2(s * scale + best - lse[None, :])
         ds = p * slope
         new = new + (dw[0] + tl.sum(ds, 1),)
         for r in tl.static_range(1, M):
             new = new + (dw[r] + tl.sum(tl.where(won == r, ds, 0.0), 1),)
     else:
-        e = tl.exp2(s * scale + c[:, None] - lse[None, :])
-        mix = mixed(u, w, True, M)
-        p, g = e * mix, e * slope
+        p, ds = tl.zeros_like(s), tl.zeros_like(s)
         for r in tl.static_range(M):
-            new = new + (dw[r] + tl.sum(g * u[r][None, :], 1),)
-        ds = g * mix
+            part = tl.exp2(s * scale + bid(rows[r] - lse - rows[0], w[r], True))
+            p += part
+            part *= slope
+            ds += part
+            new = new + (dw[r] + tl.sum(part, 1),)
     if DROPOUT:
         p = tl.where(keep, p * inverse_keep, 0.0)
     b_dv = tl.dot(p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
@@ -358,30 +357,31 @@ def key_step(
 
 @triton.jit
 def key_kernel(
-    Q, K, SHIFT, V, KEYS, ROWS, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, scale, threshold, inverse_keep,
+    Q, K, SHIFT, V, KEYS, ROWS, WORST, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, scale, threshold, inverse_keep,
     inverse_variance,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen,
-    H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    H, num_queries, num_keys, padded_queries, padded_keys, flags, query_parts, parts,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, FLAGS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dshift and dlog_prior."""
     blocks = padded_keys // BN
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    if other_road(WORST, i_bh, flags, ROAD, FLAGS):
+        return
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_n, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, BD)
     p_q, p_do = Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh
     p_delta = DELTA + i_bh.to(tl.int64) * padded_queries
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
-    p_rows = ROWS + i_bh.to(tl.int64) * (2 + 2 * M) * padded_queries
+    p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
     b_k = load_tile(K + i_b * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True)  # [BN, BD]
     b_v = load_tile(V + i_b * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
-    c = load_vector(p_keys, i_n * BN, BN)
-    w = load_vectors(p_keys + padded_keys, i_n * BN, padded_keys, BN, M)
-    log_w = load_vectors(p_keys + (1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)
+    hide = load_vector(p_keys, i_n * BN, BN)
+    w = load_vectors(p_keys + (1 if ROAD == LIGHT else 1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)
 
     begin, stop = 0, last_query
     if i_n * BN >= last_key:
@@ -396,25 +396,28 @@ def key_kernel(
     if CAUSAL:
         for start in range(begin, visible, BM):
             b_dk, b_dv, dw = key_step(
-                start, b_k, b_v, b_dk, b_dv, dw, c, w, log_w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale,
-                threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, HARD, False, CAUSAL,
-                True, DROPOUT, PRECISION, BM, BN,
+                start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale,
+                threshold,
+                inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, CAUSAL, True,
+                KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
-            start, b_k, b_v, b_dk, b_dv, dw, c, w, log_w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale, threshold,
-            inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, HARD, False, CAUSAL, False, DROPOUT,
-            PRECISION, BM, BN,
+            start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale,
+            threshold,
+            inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, CAUSAL, False,
+            KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
     if not EVEN:
         for start in range(tl.maximum(visible, whole), stop, BM):
             b_dk, b_dv, dw = key_step(
-                start, b_k, b_v, b_dk, b_dv, dw, c, w, log_w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale,
-                threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, HARD, False, CAUSAL,
-                True, DROPOUT, PRECISION, BM, BN,
+                start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale,
+                threshold,
+                inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, CAUSAL, True,
+                KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
     dlog_w = ()
-    if HARD:  # the first component has what the others leave of the whole
+    if ROAD == HARD:  # the first component has what the others leave of the whole
         rest = dw[0]
         for r in tl.static_range(1, M):
             rest -= dw[r]
@@ -423,7 +426,7 @@ def key_kernel(
             dlog_w = dlog_w + (dw[r],)
     else:
         for r in tl.static_range(M):
-            dlog_w = dlog_w + (dw[r] * w[r],)
+            dlog_w = dlog_w + (dw[r] * w[r] if ROAD == LIGHT else dw[r],)
 
     p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * (BD + 1)
     for r in tl.static_range(M):

@@ -1,0 +1,154 @@
+"""Blockwise from inside: every road to an exact result is taken and right, and the operators are what torch expects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mgk.ops import blockwise, blockwise_attend
+from mgk.ops.blockwise_kernels import Block, Kernel
+from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs, assert_close, assert_same, attend, gradients
+
+
+@pytest.fixture
+def roads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that forward passes were made with, in turn; "narrow" where numbers could not leave their range."""
+    taken: list[str] = []
+    run = blockwise_attend.Forward.run
+
+    def record(self: Any, kernel: Kernel, blocks: Iterable[Block]) -> None:
+        taken.append(type(kernel).__name__ + (" narrow" if kernel.narrow else ""))
+        run(self, kernel, list(blocks))
+
+    monkeypatch.setattr(blockwise_attend.Forward, "run", record)
+    return taken
+
+
+def heavy_keys_elsewhere() -> Inputs:
+    """Every query prefers the component that every key has the least of: each factor leaves one of the two at 0."""
+    inputs = Case(H=1, B=1, D=1, Dv=2, prior=None).inputs()
+    with torch.no_grad():
+        inputs["shift"].copy_(torch.tensor([[[0.0], [60.0]]]))
+        inputs["query"] += 60
+        inputs["key"] += 60
+    return inputs
+
+
+def far_apart(scale: float, variant: str = "smgk") -> Inputs:
+    return Case(variant=variant).inputs(scale=scale)
+
+
+def near_a_key(variant: str = "smgk") -> Inputs:
+    """Numbers far too wide for plain exponentials, but every query sits on a key: the free bound is met."""
+    inputs = far_apart(60, variant)
+    with torch.no_grad():
+        if "shift" in inputs:
+            inputs["shift"].mul_(1e-3)
+        key = inputs["key"] if variant == "smgk" else inputs["key"][:, :, 1]
+        inputs["query"].copy_(key[:, :, : inputs["query"].shape[2]])
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("inputs", "e_step", "expected"),
+    [
+        (far_apart(1), "soft", ["ShiftedSoft narrow"]),
+        (near_a_key(), "soft", ["ShiftedSoft"]),
+        (far_apart(60), "hard", ["ShiftedHard", "ShiftedHard"]),
+        (heavy_keys_elsewhere(), "soft", ["ShiftedSoft", "ShiftedSoft", "Mixture"]),
+        (far_apart(1, "mgk"), "soft", ["Mixture narrow"]),
+        (near_a_key("mgk"), "soft", ["Mixture"]),
+        (far_apart(100, "mgk"), "soft", ["Mixture", "Mixture"]),
+        (far_apart(100, "mgk"), "hard", ["Mixture", "Mixture"]),
+    ],
+    ids=["free", "bound", "hard-exact", "mixture", "mgk-free", "mgk-bound", "mgk-exact", "mgk-hard-exact"],
+)
+def test_each_road_is_taken_and_right(inputs: Inputs, e_step: str, expected: list[str], roads: list[str]) -> None:
+    actual = attend(inputs, "blockwise", e_step=e_step)
+    assert roads == expected
+    # Exponents reach 1e5 here, so a weight is right to 1e5 * 2e-16; gradients hold differences of up to 1e3 times it.
+    reference = attend(inputs, "reference", e_step=e_step)
+    assert_close("output", actual, reference, 1e-9)
+    wanted = gradients(reference, inputs)
+    for name, grad in gradients(actual, inputs).items():
+        scale = 1 + wanted[name].abs().max().item()
+        assert_close(f"gradient of {name}", grad / scale, wanted[name] / scale, 1e-8)
+
+
+def test_exact_maximum_ignores_a_removed_component(roads: list[str]) -> None:
+    """The component with the prior -inf would have the largest exponent by far."""
+    inputs = far_apart(100, "mgk")
+    with torch.no_grad():
+        inputs["log_prior"][:, 0] = -torch.inf
+        inputs["key"][:, :, 0] = inputs["query"][:, :, :1]
+    actual = attend(inputs, "blockwise")
+    assert roads == ["Mixture", "Mixture"]
+    assert_close("output", actual, attend(inputs, "reference"), 1e-9)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scale", [1.0, 6.0, 40.0])
+def test_float32_takes_no_slow_numbers_for_right_ones(variant: str, scale: float) -> None:
+    """What is kept from underflowing does not show: float32 is as near to float64 as its exponents are."""
+    case = Case(variant=variant, Nq=40, Nk=50, D=8, is_causal=True, masked=True)
+    exact, low = case.inputs(scale=scale), case.inputs(torch.float32, scale=scale)
+    actual, wanted = attend(low, "blockwise", **case.options()), attend(exact, "reference", **case.options())
+    # An exponent of size E has an error of a few E * 6e-8; E is below 10 scale^2 (8 numbers, three terms, s2 = 3).
+    tolerance = 1e-5 + 40 * scale**2 * 6e-8
+    assert_close("output", actual.double(), wanted, tolerance)
+    for name, grad in gradients(actual, low).items():
+        reference = gradients(wanted, exact)[name]
+        unit = 1 + reference.abs().max().item()
+        assert_close(f"gradient of {name}", grad.double() / unit, reference / unit, 10 * tolerance)
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_as_one_graph(variant: str, e_step: str) -> None:
+    inputs = Case(variant=variant).inputs()
+
+    def attention(inputs: Inputs) -> Tensor:
+        return attend(inputs, "blockwise", e_step=e_step, is_causal=True)
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(inputs), attention(inputs), inputs)
+
+
+def operator_arguments(variant: str, hard: bool, row_bias: bool) -> tuple[Any, ...]:
+    """Those of the forward operator for 4 heads."""
+    inputs = Case(variant=variant, variance="tensor" if row_bias else None).inputs()
+    prior, value = inputs["log_prior"], blockwise.flat(inputs["value"])
+    if variant == "mgk":
+        variance = inputs.get("variance", 2.0)
+        *form, most, scale = blockwise.mixture_form(inputs["query"], inputs["key"], prior, variance, None)
+    else:
+        *form, most = blockwise.shifted_form(inputs["query"], inputs["key"], inputs["shift"], prior, 2.0, None)
+        scale = 0.5
+    leaves = [part if part is None else part.detach().requires_grad_() for part in (*form, value)]
+    return *leaves, most, scale, hard, True, 0.25, torch.tensor(7)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize(("variant", "row_bias"), [("smgk", False), ("mgk", False), ("mgk", True)])
+def test_operators_pass_the_checks_of_torch(variant: str, row_bias: bool, hard: bool) -> None:
+    """Fake outputs, autograd registration and traced autograd of the forward and the backward operators."""
+    arguments = operator_arguments(variant, hard, row_bias)
+    forward, backward = (
+        (blockwise.shifted_forward, blockwise.shifted_backward)
+        if variant == "smgk"
+        else (blockwise.mixture_forward, blockwise.mixture_backward)
+    )
+    torch.library.opcheck(forward, arguments)
+    *tensors, _most, scale, hard, causal, dropout_p, seed = arguments
+    results = forward(*arguments)
+    saved = [tensor if tensor is None else tensor.detach() for tensor in (*tensors, *results)]
+    grad = torch.ones_like(results[0]).detach()
+    torch.library.opcheck(
+        backward,
+        (grad, *saved, scale, hard, causal, dropout_p, seed),
+        test_utils=("test_schema", "test_faketensor"),  # it is not differentiated again
+    )

@@ -1,0 +1,208 @@
+"""The GPU kernels against the reference; without a GPU, through Triton's interpreter, at small ragged shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import mgk
+from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs, attend, cases
+from tests.ops.test_precision import eager
+from tests.ops.triton_env import DEVICE, rounded_exponent, strict_memory
+
+# isort: split
+from mgk.ops import triton as kernels
+from mgk.ops.triton.tiles import Tile
+
+# The kernels make infinities on purpose (the log of an empty sum); numpy, which the interpreter computes with, says so.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+CASE = Case(B=1, H=2, M=2, Nq=37, Nk=53, D=20, Dv=12, prior="position", masked=True, seed=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """Small inputs cross several tiles; fresh memory is NaN."""
+    tiles = {"forward": Tile(16, 16, 4, 1), "query": Tile(16, 16, 4, 1), "key": Tile(16, 32, 4, 1)}
+    with pytest.MonkeyPatch.context() as patch, strict_memory():
+        for family in ("shifted", "mixture"):
+            for kernel, tile in tiles.items():
+                patch.setitem(kernels.tile_override, (family, kernel), tile)
+        yield
+
+
+def run(inputs: Inputs, impl: str, options: dict[str, Any]) -> list[Tensor]:
+    """Output and gradients, on the CPU in float64, for an incoming gradient that depends on the shape alone."""
+    device = DEVICE if impl == "triton" else "cpu"
+    there = {name: tensor.detach().to(device).requires_grad_() for name, tensor in inputs.items()}
+    masks = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    output = attend(there, impl, **masks)
+    grad = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).cos().view(output.shape).to(device, output.dtype)
+    grads = torch.autograd.grad(output, list(there.values()), grad)
+    return [tensor.detach().cpu().double() for tensor in (output, *grads)]
+
+
+def assert_close(inputs: Inputs, options: dict[str, Any], scale: float = 1.0) -> None:
+    """Errors against float64 within those of float32 arithmetic on exponents of this size."""
+    exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", options)
+    got = run(inputs, "triton", options)
+    exponent = rounded_exponent(inputs)
+    size = max(1.0, *(float(inputs[name].detach().abs().max()) for name in ("query", "key")))
+    for name, have, want in zip(["output", *inputs], got, exact, strict=True):
+        # a relative error e of the weights, times what they weigh: values, or the products of the chain rule
+        # (distances squared for the variance), summed over the pairs
+        terms = float(want.abs().max()) + inputs["value"].shape[-2] * size ** (2 if name == "variance" else 1)
+        bound = 8 * (exponent + torch.finfo(torch.float32).eps) * terms
+        error = float((have - want).abs().max()) if want.numel() else 0.0
+        assert error <= bound, f"{name}: error {error:.2e}, bound {bound:.2e}"
+
+
+@settings(max_examples=8)
+@given(case=cases(B=1, H=st.integers(1, 2), Nq=st.integers(1, 40), Nk=st.integers(1, 40), D=st.integers(1, 20)))
+def test_agrees_with_the_reference(case: Case) -> None:
+    assert_close(case.inputs(torch.float32), case.options())
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scale", [6.0, 30.0])
+def test_large_numbers(variant: str, e_step: str, scale: float) -> None:
+    """At 6 sMGK is beyond the light road; at 30 nearly every row has one key."""
+    case = replace(CASE, variant=variant, e_step=e_step, is_causal=True)
+    assert_close(case.inputs(torch.float32, scale=scale), case.options())
+
+
+def heads_of_both_roads() -> Inputs:
+    inputs = replace(CASE, B=2, masked=False, prior="head").inputs(torch.float32)
+    with torch.no_grad():
+        inputs["key"][1, 0] *= 8  # one head of four
+    return inputs
+
+
+def test_each_head_takes_its_road() -> None:
+    """A head whose numbers reach too far does not slow the others down, and all are right."""
+    inputs = heads_of_both_roads()
+    there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
+    none = (None, None, None)
+    worst = kernels.shifted_forward(
+        there["query"], there["key"], there["shift"], there["value"], there["log_prior"], *none, CASE.D**0.5, False,
+        False, 0.0,
+    )[3]  # fmt: skip
+    assert (worst.amax(1) > 0).tolist() == [False, False, True, False]
+    assert_close(inputs, {})
+
+
+def test_a_row_whose_heavy_keys_sit_in_the_other_component() -> None:
+    """u and w of such a row multiply to nothing; exp l does not."""
+    inputs = replace(CASE, M=2, masked=False, prior=None, D=16).inputs(torch.float32)
+    with torch.no_grad():
+        inputs["shift"][:] = 0
+        inputs["shift"][:, 0, 0], inputs["shift"][:, 1, 0] = 100, -100
+        inputs["query"][:, :, ::2, 0], inputs["query"][:, :, 1::2, 0] = 100, -100
+        inputs["key"][:, :, ::2, 0], inputs["key"][:, :, 1::2, 0] = 200, -200
+    assert_close(inputs, {})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(variant: str, dtype: torch.dtype) -> None:
+    """No worse than twice what the formula commits when it is written down in that precision."""
+    case = replace(CASE, variant=variant, masked=False, is_causal=True, Nq=40, Nk=40)
+    inputs = {
+        name: tensor.detach().to(torch.float32 if name in ("log_prior", "shift") else dtype)
+        for name, tensor in case.inputs(torch.float32).items()
+    }
+    exact = attend({n: t.double() for n, t in inputs.items()}, "reference", **case.options())
+    got = attend({n: t.to(DEVICE) for n, t in inputs.items()}, "triton", is_causal=True, query_mask=None)
+    rough = eager({n: t.to(dtype) for n, t in inputs.items()}, case)
+    error, allowed = (float((x.cpu().double() - exact).norm() / exact.norm()) for x in (got, rough))
+    assert error <= 2 * allowed + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_query_mask_and_padding(variant: str) -> None:
+    """Padded queries get zeros and zero gradients, and nothing of theirs reaches anybody else."""
+    case = replace(CASE, variant=variant, B=2, Nq=50, Nk=50, masked=False)
+    mask = torch.arange(50)[None] < torch.tensor([17, 50])[:, None]
+    assert_close(case.inputs(torch.float32), {"key_mask": mask, "query_mask": mask})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dropout_shows_one_mask_forward_and_backward(variant: str) -> None:
+    """With the identity for values the output is the dropped weights; the gradients are those of that mask."""
+    case = replace(CASE, variant=variant, masked=False, prior=None, Nq=40, Nk=40, Dv=40)
+    inputs = {name: tensor.detach().to(DEVICE) for name, tensor in case.inputs(torch.float32).items()}
+    inputs["value"] = torch.eye(40, device=DEVICE).expand(1, 2, 40, 40).contiguous()
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
+    torch.manual_seed(5)
+    output = attend(leaves, "triton", dropout_p=0.4)
+    dense = {n: t.detach().double().cpu().requires_grad_() for n, t in inputs.items()}
+    kept = (output.detach().cpu() != 0).double() / 0.6
+    weights = attend(dense, "reference") * kept
+    share = float((kept > 0).double().mean())
+    assert abs(share - 0.6) < 5 * (0.24 / kept.numel()) ** 0.5
+    assert torch.allclose(output.detach().cpu().double(), weights, atol=1e-5)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    got = torch.autograd.grad(output, [leaves["query"], leaves["key"]], grad.to(DEVICE))
+    want = torch.autograd.grad(weights, [dense["query"], dense["key"]], grad.double())
+    for have, expected in zip(got, want, strict=True):
+        assert torch.allclose(have.cpu().double(), expected, atol=1e-4)
+
+
+def test_strided_inputs_keep_their_layout() -> None:
+    """(B,N,H,D) in memory, as projections leave it: no copy before, none after."""
+    query, key, value = torch.randn(3, 2, 33, 2, 16).transpose(2, 3).to(DEVICE).unbind(0)
+    shift = torch.randn(2, 2, 16, device=DEVICE)
+    output = mgk.smgk_attention(query.requires_grad_(), key, shift, value, impl="triton")
+    assert output.transpose(1, 2).is_contiguous()
+    plain = mgk.smgk_attention(query.contiguous(), key.contiguous(), shift, value.contiguous(), impl="triton")
+    assert torch.equal(output, plain)
+
+
+def test_operators_pass_opcheck() -> None:
+    query, value = (torch.randn(1, 2, 24, 16, device=DEVICE, requires_grad=True) for _ in range(2))
+    key = torch.randn(1, 2, 2, 24, 16, device=DEVICE, requires_grad=True)
+    shift, prior = torch.randn(2, 2, 16, device=DEVICE, requires_grad=True), torch.zeros(2, 2, device=DEVICE)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    masks = (None, None, None)
+    torch.library.opcheck(
+        kernels.shifted_forward, (query, key[:, :, 0].detach(), shift, value, prior, *masks, 4.0, False, True, 0.0),
+        test_utils=tests,
+    )  # fmt: skip
+    torch.library.opcheck(
+        kernels.mixture_forward, (query, key, value, prior, None, *masks, 4.0, False, True, 0.0), test_utils=tests
+    )
+
+
+def test_flop_formulas() -> None:
+    query, key, value = (torch.randn(1, 2, 24, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    shift = torch.randn(2, 3, 16, device=DEVICE)
+    keys = torch.randn(1, 2, 3, 24, 16, device=DEVICE, requires_grad=True)
+    pairs = 2 * 24 * 24
+    for call, forward, backward in (
+        (lambda: mgk.smgk_attention(query, key, shift, value, impl="triton"), 2 * 16, 5 * 16),
+        (lambda: mgk.mgk_attention(query, keys, value, impl="triton"), 4 * 16, 11 * 16),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            output = call()  # type: ignore[no-untyped-call]
+        assert counter.get_total_flops() == 2 * pairs * forward
+        with FlopCounterMode(display=False) as counter:
+            output.sum().backward()  # type: ignore[no-untyped-call]
+        assert counter.get_total_flops() == 2 * pairs * backward
+
+
+def test_named_implementation_says_what_it_cannot_do() -> None:
+    wide = torch.randn(1, 1, 2, 257, device=DEVICE)
+    with pytest.raises(ValueError, match="up to 256"):
+        mgk.mgk_attention(wide, wide[:, :, None], wide, impl="triton")
+    double = torch.randn(1, 1, 2, 8, device=DEVICE, dtype=torch.float64)
+    with pytest.raises(TypeError, match="query: expected bfloat16"):
+        mgk.mgk_attention(double, double[:, :, None], double, impl="triton")
