@@ -19,7 +19,7 @@ import tyro
 
 
 def bench(
-    device: Literal["cpu"] = "cpu",
+    device: Literal["cpu", "cuda"] = "cpu",
     cases: tuple[str, ...] = (),
     rounds: int = 5,
     output: Path | None = None,
@@ -33,11 +33,20 @@ def bench(
     In Python: `mgk.bench.measure.run(Cpu(), CASES.values())`, with both names from `mgk.bench.cpu`.
 
     Args:
-        device: what to measure.
-        cases: which shapes, e.g. `lra-1024 wikitext`; all of the device's if none is named.
+        device: what to measure. On cuda all three SDPA backends are the baseline, replayed from CUDA graphs like ours.
+        cases: which of the CPU's shapes, e.g. `lra-1024 wikitext`; all if none is named.
         rounds: how often each method is timed.
         output: where the JSON goes; results/bench-DEVICE.json if not given.
     """
+    if device == "cuda":
+        import torch
+
+        from mgk.bench import cuda
+
+        if not torch.cuda.is_available():
+            raise ValueError("--device: expected a machine with a CUDA GPU for cuda, found none")
+        cuda.main(["--output", str(output or Path("results") / "bench-cuda.json")])
+        return
     from rich.console import Console
 
     from mgk.bench.cpu import CASES, Cpu

@@ -9,10 +9,13 @@ from mgk.ops.api import (
     update_components,
     update_prior,
 )
-from mgk.ops.linear import mlk_attention, smlk_attention
+from mgk.ops.linear import LinearState, linear_attention, linear_step, mlk_attention, smlk_attention
 
 __all__ = [
+    "LinearState",
     "attention_weights",
+    "linear_attention",
+    "linear_step",
     "mgk_attention",
     "mlk_attention",
     "prior_statistics",

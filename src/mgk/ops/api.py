@@ -5,7 +5,6 @@ B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -271,7 +270,9 @@ def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
         on_gpu = query.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         impl = "triton" if on_gpu and fits else "blockwise"
     if impl == "triton":  # not loaded before it is needed
-        return importlib.import_module("mgk.ops.triton")
+        from mgk.ops import triton
+
+        return triton
     return reference if impl == "reference" else blockwise
 
 
