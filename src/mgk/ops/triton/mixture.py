@@ -14,10 +14,12 @@ from mgk.ops.triton.primitives import (
     NEVER,
     kept,
     key_range,
+    key_tiles,
     load_tile,
     load_vector,
     load_vectors,
     online_softmax,
+    query_tiles,
     store_tile,
     zeros_tuple,
 )
@@ -120,14 +122,7 @@ def forward_kernel(
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
     row = row_biases(b_q, inverse, M, VARIANCES)
 
-    stop = last_key
-    if CAUSAL:
-        stop = tl.minimum(stop, i_m * BM + BM + offset)
-    if i_m * BM >= last_query:
-        stop = 0
-    full = tl.minimum(tl.cdiv(tl.maximum(stop, 0), BN), num_keys // BN) * BN  # whole tiles, none of it hidden
-    if CAUSAL:
-        full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
+    full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
     m, l = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
     for start in range(0, full, BN):
@@ -225,14 +220,7 @@ def query_kernel(
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
     row = row_biases(b_q, inverse, M, VARIANCES)
 
-    stop = last_key
-    if CAUSAL:
-        stop = tl.minimum(stop, i_m * BM + BM + offset)
-    if i_m * BM >= last_query:
-        stop = 0
-    full = tl.minimum(tl.cdiv(tl.maximum(stop, 0), BN), num_keys // BN) * BN
-    if CAUSAL:
-        full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
+    full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
     b_dq, drow = tl.zeros([BM, BD], tl.float32), zeros_tuple([BM], M)
     for start in range(0, full, BN):
         b_dq, drow = query_step(
@@ -335,14 +323,7 @@ def key_kernel(
         keys = keys + (load_tile(p_k + r * skm, i_n * BN, num_keys, skn, BN, D, BD, True),)  # [BN, BD]
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
 
-    begin, stop = 0, last_query
-    if i_n * BN >= last_key:
-        stop = 0
-    whole = tl.minimum(tl.cdiv(stop, BM), num_queries // BM) * BM  # the tiles up to here are whole
-    visible = begin  # and those from here on hide nothing
-    if CAUSAL:
-        begin = tl.minimum(tl.maximum(i_n * BN - offset, 0) // BM * BM, stop)
-        visible = tl.minimum(tl.cdiv(tl.maximum(i_n * BN + BN - 1 - offset, 0), BM) * BM, stop)
+    begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, CAUSAL, BM, BN)
     b_dk, b_dv, dw = zeros_tuple([BN, BD], M), tl.zeros([BN, BV], tl.float32), zeros_tuple([BN], M)
     if CAUSAL:
         for start in range(begin, visible, BM):

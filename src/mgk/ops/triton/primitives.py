@@ -103,3 +103,34 @@ def online_softmax(x_max, m):
     m_new = tl.maximum(m, x_max)
     m_safe = finite(m_new)
     return m_new, m_safe, tl.exp2(m - m_safe)
+
+
+@triton.jit
+def key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Up to where a query block's key tiles are whole and hide nothing, and where its keys end."""
+    stop = last_key
+    if CAUSAL:
+        stop = tl.minimum(stop, i_m * BM + BM + offset)
+    if i_m * BM >= last_query:
+        stop = 0
+    full = tl.minimum(tl.cdiv(tl.maximum(stop, 0), BN), num_keys // BN) * BN
+    if CAUSAL:
+        full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
+    return full, stop
+
+
+@triton.jit
+def query_tiles(
+    i_n, offset, last_query, last_key, num_queries, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Where a key block's queries begin; see all of it; are the last in whole tiles; and end."""
+    stop = last_query
+    if i_n * BN >= last_key:
+        stop = 0
+    whole = tl.minimum(tl.cdiv(stop, BM), num_queries // BM) * BM
+    begin = stop * 0
+    visible = begin
+    if CAUSAL:
+        begin = tl.minimum(tl.maximum(i_n * BN - offset, 0) // BM * BM, stop)
+        visible = tl.minimum(tl.cdiv(tl.maximum(i_n * BN + BN - 1 - offset, 0), BM) * BM, stop)
+    return begin, visible, whole, stop

@@ -21,10 +21,12 @@ from mgk.ops.triton.primitives import (
     NEVER,
     kept,
     key_range,
+    key_tiles,
     load_tile,
     load_vector,
     load_vectors,
     online_softmax,
+    query_tiles,
     store_tile,
     zeros_tuple,
 )
@@ -144,14 +146,7 @@ def forward_kernel(
     b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
 
-    stop = last_key
-    if CAUSAL:
-        stop = tl.minimum(stop, i_m * BM + BM + offset)
-    if i_m * BM >= last_query:
-        stop = 0
-    full = tl.minimum(tl.cdiv(tl.maximum(stop, 0), BN), num_keys // BN) * BN  # whole tiles, none of it hidden
-    if CAUSAL:
-        full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
+    full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
     m, l = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
     for start in range(0, full, BN):
@@ -255,14 +250,7 @@ def query_kernel(
     if ROAD == SAFE:
         lse += rows[0]
 
-    stop = last_key
-    if CAUSAL:
-        stop = tl.minimum(stop, i_m * BM + BM + offset)
-    if i_m * BM >= last_query:
-        stop = 0
-    full = tl.minimum(tl.cdiv(tl.maximum(stop, 0), BN), num_keys // BN) * BN
-    if CAUSAL:
-        full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
+    full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
     b_dq, du = tl.zeros([BM, BD], tl.float32), zeros_tuple([BM], M)
     for start in range(0, full, BN):
         b_dq, du = query_step(
@@ -383,14 +371,7 @@ def key_kernel(
     hide = load_vector(p_keys, i_n * BN, BN)
     w = load_vectors(p_keys + (1 if ROAD == LIGHT else 1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)
 
-    begin, stop = 0, last_query
-    if i_n * BN >= last_key:
-        stop = 0
-    whole = tl.minimum(tl.cdiv(stop, BM), num_queries // BM) * BM  # the tiles up to here are whole
-    visible = begin  # and those from here on hide nothing
-    if CAUSAL:
-        begin = tl.minimum(tl.maximum(i_n * BN - offset, 0) // BM * BM, stop)
-        visible = tl.minimum(tl.cdiv(tl.maximum(i_n * BN + BN - 1 - offset, 0), BM) * BM, stop)
+    begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, CAUSAL, BM, BN)
     b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
     dw = zeros_tuple([BN], M)
     if CAUSAL:
