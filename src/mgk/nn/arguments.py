@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.ops import arguments as check
-from mgk.ops.cost import FEATURE_MAPS, GAUSSIAN, LINEAR, check_count
+from mgk.ops.cost import FEATURE_MAPS, GAUSSIAN, LINEAR
 from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures, check_feature_map
 
 
@@ -44,7 +44,7 @@ def check_combination(
             f"feature_map: expected the default for variant {variant!r}, which has none, got {feature_map!r}"
         )
     if prior_positions is not None:
-        check_count("prior_positions", prior_positions)
+        check.check_count("prior_positions", prior_positions)
     for name, given in (("prior_positions", prior_positions), ("prior_momentum", prior_momentum)):
         if given and prior != "em":
             raise ValueError(f"{name}: expected the default unless prior='em', got {given} with prior={prior!r}")

@@ -19,7 +19,7 @@ from mgk.nn.prior import update_log_prior
 from mgk.nn.softmax import softmax_attention, softmax_weights
 from mgk.ops import api
 from mgk.ops import arguments as check
-from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS, check_count
+from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 from mgk.ops.feature_maps import FeatureMap
 from mgk.ops.linear import linear_step, mlk_attention, smlk_attention
 
@@ -99,13 +99,13 @@ class MixtureAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = check_count("embed_dim", embed_dim)
-        self.num_heads = check_count("num_heads", num_heads)
-        self.head_dim = embed_dim // num_heads if head_dim is None else check_count("head_dim", head_dim)
-        self.kdim = embed_dim if kdim is None else check_count("kdim", kdim)
-        self.vdim = embed_dim if vdim is None else check_count("vdim", vdim)
+        self.embed_dim = check.check_count("embed_dim", embed_dim)
+        self.num_heads = check.check_count("num_heads", num_heads)
+        self.head_dim = embed_dim // num_heads if head_dim is None else check.check_count("head_dim", head_dim)
+        self.kdim = embed_dim if kdim is None else check.check_count("kdim", kdim)
+        self.vdim = embed_dim if vdim is None else check.check_count("vdim", vdim)
         self.variant = check.check_choice("variant", variant, VARIANTS)
-        self.num_components = check_count("num_components", num_components) if variant in MIXTURES else 1
+        self.num_components = check.check_count("num_components", num_components) if variant in MIXTURES else 1
         self.e_step = check.check_choice("e_step", e_step, check.E_STEPS)
         self.prior_kind = check.check_choice("prior", prior, PRIORS)
         self.causal = check.check_flag("causal", causal)
@@ -158,7 +158,7 @@ class MixtureAttention(nn.Module):
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> KeyValueCache | StateCache:
         """An empty cache for `forward`. `capacity` reserves room for so many positions at once."""
-        check_count("batch_size", batch_size)
+        check.check_count("batch_size", batch_size)
         return StateCache(batch_size) if self.variant in LINEAR else KeyValueCache(batch_size, capacity)
 
     def forward(

@@ -49,6 +49,14 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
+def check_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {describe(value)}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected one of {', '.join(choices)}, got {describe(value)}")

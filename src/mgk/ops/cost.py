@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mgk.ops.arguments import E_STEPS, check_choice, check_flag, describe
+from mgk.ops.arguments import E_STEPS, check_choice, check_count, check_flag
 from mgk.ops.feature_maps import feature_width
 from mgk.ops.linear import CHUNK
 
@@ -202,11 +202,3 @@ def parameters(
     log_prior = d.heads * d.M if prior == "sgd" and d.e_step == "soft" and d.variant in MIXTURES else 0
     log_variance = d.heads * d.M if learn_variance and d.variant in GAUSSIAN else 0
     return weights + biases + shift + log_prior + log_variance
-
-
-def check_count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an integer, got {describe(value)}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mgk.ops.arguments import describe
+from mgk.ops.arguments import check_count, describe
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -112,8 +112,8 @@ class PositiveOrthogonalFeatures(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim = _positive("head_dim", head_dim)
-        self.num_features = _positive(
+        self.head_dim = check_count("head_dim", head_dim)
+        self.num_features = check_count(
             "num_features", FAVOR_FEATURES_PER_WIDTH * head_dim if num_features is None else num_features
         )
         self.scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
@@ -179,11 +179,3 @@ def feature_width(feature_map: str | FeatureMap, head_dim: int) -> int:
             f"feature_map: expected one of {', '.join(widths)} or a callable with num_features, got {feature_map!r}"
         )
     return width
-
-
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an integer, got {describe(value)}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mgk.ops.triton import mixture, shifted
 from mgk.ops.triton.bias import BLOCK, key_bias, shifted_bias, spans
 from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
+from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
 from mgk.ops.triton.prior import prior_statistics
 from mgk.ops.triton.tiles import Tile, choose
 
@@ -109,11 +110,6 @@ def require_support(query: Tensor, value: Tensor) -> None:
         )
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """Rows must be contiguous; anything else may be strided."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -128,15 +124,6 @@ def like(tensor: Tensor, *shape: int) -> Tensor:
     order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
     result = torch.empty([shape[axis] for axis in order], device=tensor.device, dtype=tensor.dtype)
     return result.permute([order.index(axis) for axis in range(len(order))])
-
-
-def block_width(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
-def precision(tensor: Tensor) -> str:
-    """Float32 products are exact unless the user allowed TF32 for matrix products."""
-    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
 def tile(family: str, kernel: str, query: Tensor, value: Tensor, components: int) -> Tile:
@@ -155,7 +142,7 @@ def common(query: Tensor, key: Tensor, value: Tensor, components: int) -> dict[s
     width, value_width = query.shape[-1], value.shape[-1]
     return {
         "D": width, "DV": value_width, "BD": block_width(width), "BV": block_width(value_width), "M": components,
-        "EVEN": query.shape[2] % PAD == 0 and key.shape[-2] % PAD == 0, "PRECISION": precision(query),
+        "EVEN": query.shape[2] % PAD == 0 and key.shape[-2] % PAD == 0, "PRECISION": dot_precision(),
     }  # fmt: skip
 
 
@@ -166,10 +153,6 @@ def launch(choice: Tile) -> dict[str, int]:
 def roads(hard: bool) -> tuple[int, ...]:
     """The launches: each head finds out whether it is for the first or the second; the hard E-step has one road."""
     return (2,) if hard else (0, 1)
-
-
-def as_bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.view(torch.uint8)
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:

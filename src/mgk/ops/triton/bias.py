@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mgk.ops.triton.host import as_bytes, block_width
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile
 
 # The light road multiplies w[j] <= 2^4 with exponentials of at most 1. With every w at least 2^-LIGHT_KEYS and every
@@ -134,11 +135,10 @@ def key_bias(
 ) -> None:  # fmt: skip
     """Fill `keys` (G,M,Nk') from `key` (B,H,M,Nk,D)."""
     batch, heads, components, num_keys, width = key.shape
-    block_width = triton.next_power_of_2(max(width, 16))
-    block = max(16, min(128, 8192 // block_width))
+    block = max(16, min(128, 8192 // block_width(width)))
     bias_kernel[(triton.cdiv(keys.shape[-1], block) * batch * heads,)](
-        key, log_prior, variance, None if key_mask is None else key_mask.view(torch.uint8), keys, inverse_variance,
-        *key.stride()[:4], heads, num_keys, keys.shape[-1], width, block_width, components, variance is not None,
+        key, log_prior, variance, as_bytes(key_mask), keys, inverse_variance,
+        *key.stride()[:4], heads, num_keys, keys.shape[-1], width, block_width(width), components, variance is not None,
         log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
         key_mask is not None, block, num_warps=4,
     )  # fmt: skip
@@ -151,12 +151,23 @@ def shifted_bias(
     """Fill `keys` (G,1+2M,Nk'), `rows` (G,1+2M,Nq') and `worst` (G, blocks of BLOCK), see the kernel."""
     heads, width = query.shape[1], query.shape[-1]
     shifted_bias_kernel[(worst.numel(),)](
-        query, key, shift, log_prior, None if key_mask is None else key_mask.view(torch.uint8), keys, rows, worst,
+        query, key, shift, log_prior, as_bytes(key_mask), keys, rows, worst,
         inverse_variance, 14.0 if query.dtype == torch.float16 else 30.0, *query.stride()[:3], *key.stride()[:3], heads,
-        query.shape[2], key.shape[2], rows.shape[-1], keys.shape[-1], width, triton.next_power_of_2(max(width, 16)),
+        query.shape[2], key.shape[2], rows.shape[-1], keys.shape[-1], width, block_width(width),
         shift.shape[1], log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
         key_mask is not None, hard, BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def last_taken(p_mask, length, BLOCK: tl.constexpr):
+    """One past the last place that a mask takes, 0 if it takes none."""
+    last = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, length, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        taken = tl.load(p_mask + o, mask=o < length, other=0)
+        last = tl.maximum(last, tl.where(taken != 0, o + 1, 0))
+    return tl.max(last, 0)
 
 
 @triton.jit
@@ -166,19 +177,9 @@ def span_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     last_query, last_key = num_queries, num_keys
     if QUERIES:
-        last = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, num_queries, BLOCK):
-            o = start + tl.arange(0, BLOCK)
-            seen = tl.load(QUERY_MASK + i_b * num_queries + o, mask=o < num_queries, other=0)
-            last = tl.maximum(last, tl.where(seen != 0, o + 1, 0))
-        last_query = tl.max(last, 0)
+        last_query = last_taken(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
     if KEYS:
-        last = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, num_keys, BLOCK):
-            o = start + tl.arange(0, BLOCK)
-            seen = tl.load(KEY_MASK + i_b * num_keys + o, mask=o < num_keys, other=0)
-            last = tl.maximum(last, tl.where(seen != 0, o + 1, 0))
-        last_key = tl.max(last, 0)
+        last_key = last_taken(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
     tl.store(SPAN + 2 * i_b, last_query)
     tl.store(SPAN + 2 * i_b + 1, last_key)
 
@@ -189,8 +190,14 @@ def spans(query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, 
         return None
     masks = [mask for mask in (query_mask, key_mask) if mask is not None]
     result = torch.empty(masks[0].shape[0], 2, device=masks[0].device, dtype=torch.int32)
-    bytes_of = [None if mask is None else mask.view(torch.uint8) for mask in (query_mask, key_mask)]
     span_kernel[(result.shape[0],)](
-        *bytes_of, result, num_queries, num_keys, query_mask is not None, key_mask is not None, 1024
+        as_bytes(query_mask),
+        as_bytes(key_mask),
+        result,
+        num_queries,
+        num_keys,
+        query_mask is not None,
+        key_mask is not None,
+        1024,
     )
     return result

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mgk.ops.triton.host import dense, dot_precision
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, online_softmax
 
 MAX_QUERIES = 16
@@ -249,7 +250,7 @@ def decode_attention(
     if out.numel() == 0 or num_keys == 0:
         return out.zero_()
     components = key.shape[2] if shift is None else shift.shape[1]
-    query, key, value = (rows(tensor) for tensor in (query, key, value))
+    query, key, value = (dense(tensor) for tensor in (query, key, value))
     tile, least = (ONE_QUERY, 1) if num_queries == 1 else (FEW_QUERIES, 16)  # a product wants 16 of everything
     block_d, block_v = (max(least, triton.next_power_of_2(size)) for size in (width, value_width))
     # No more keys than half the threads: what there is one of per key then stays where the key's row is reduced.
@@ -260,7 +261,7 @@ def decode_attention(
         part = query.new_empty(batch * heads, splits, num_queries, value_width, dtype=torch.float32)
 
     prior = None if hard or log_prior is None else per_position(log_prior, num_keys)
-    mask = None if key_mask is None else rows(key_mask.view(torch.uint8))
+    mask = None if key_mask is None else dense(key_mask.view(torch.uint8))
     number, own = (1.0, variance.contiguous()) if isinstance(variance, Tensor) else (variance, None)
     shift = None if shift is None else shift.contiguous()
     tensors = query, key, shift, value, prior, own, mask, part, lse, number
@@ -281,7 +282,7 @@ def decode_attention(
             warps = tile.warps if block_d * key.element_size() < 1024 else 8
             few_queries_kernel[grid](
                 *tensors, *query.stride()[:3], *strides, heads, num_queries, num_keys, splits, split_keys, *sizes,
-                is_causal, dot_precision(query.dtype), MAX_QUERIES, block_keys, num_warps=warps,
+                is_causal, dot_precision(), MAX_QUERIES, block_keys, num_warps=warps,
                 num_stages=max(1, min(tile.stages, 128 * 1024 // tile_bytes)),
             )  # fmt: skip
         if splits > 1:
@@ -309,13 +310,3 @@ def multiprocessors(device: torch.device) -> int:
 def per_position(log_prior: Tensor, num_keys: int) -> Tensor:
     """(H,M) seen as (H,M,Nk)."""
     return log_prior if log_prior.dim() == 3 else log_prior[..., None].expand(-1, -1, num_keys)
-
-
-def rows(tensor: Tensor) -> Tensor:
-    """Kernels step through the last dimension one by one."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Float32 products are exact unless torch has been told otherwise."""
-    return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"

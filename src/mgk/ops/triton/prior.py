@@ -20,12 +20,11 @@ from mgk.ops.triton.bias import spans
 from mgk.ops.triton.decode import (
     alive_places,
     component_scale,
-    dot_precision,
     load_alive,
     per_position,
-    rows,
     with_prior,
 )
+from mgk.ops.triton.host import dense, dot_precision
 from mgk.ops.triton.primitives import NEVER, key_range, zeros_tuple
 
 
@@ -203,7 +202,7 @@ def prior_statistics(
     components = key.shape[2] if shift is None else shift.shape[1]
     total = query.new_empty(batch, heads, components, num_keys, dtype=torch.float32)
     if total.numel() and num_queries:
-        launch_prior(rows(query), rows(key), shift, log_prior, variance, is_causal, key_mask, query_mask, total)
+        launch_prior(dense(query), dense(key), shift, log_prior, variance, is_causal, key_mask, query_mask, total)
     else:
         total.zero_()
     return total.sum(0), visible_queries(query, num_keys, is_causal, key_mask, query_mask)
@@ -237,7 +236,7 @@ def launch_prior(
         prior_kernel[(triton.cdiv(num_keys, keys) * batch * heads,)](
             query, key, shift, prior, per_component, row, *as_bytes, span, total, number, *query.stride()[:3],
             *key_strides, *((0, 0, 0) if prior is None else prior.stride()), heads, num_queries, num_keys, width, block,
-            components, is_causal, dot_precision(query.dtype), queries, keys, num_stages=2,
+            components, is_causal, dot_precision(), queries, keys, num_stages=2,
         )  # fmt: skip
 
 

@@ -1,0 +1,26 @@
+"""What every launcher does to its tensors before a kernel sees them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Rows must be contiguous; anything else may be strided."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
+
+
+def block_width(width: int) -> int:
+    """A product wants powers of two, and 16 of everything."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def dot_precision() -> str:
+    """Float32 products are exact unless the user allowed TF32 for matrix products."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
