@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.triton import mixture, shifted
-from mgk.ops.triton.bias import BLOCK, key_bias, shifted_bias, spans
+from mgk.ops.triton.bias import key_bias, narrow, shifted_bias, spans
 from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
 from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
 from mgk.ops.triton.prior import prior_statistics
@@ -147,16 +147,51 @@ def common(query: Tensor, key: Tensor, value: Tensor, components: int) -> dict[s
 
 
 def launch(choice: Tile) -> dict[str, int]:
-    return {"BM": choice.queries, "BN": choice.keys, "num_warps": choice.warps, "num_stages": choice.stages}
+    options = {"BM": choice.queries, "BN": choice.keys, "num_warps": choice.warps, "num_stages": choice.stages}
+    return options if choice.registers is None else options | {"maxnreg": choice.registers}
 
 
-def roads(hard: bool) -> tuple[int, ...]:
-    """The launches: each head finds out whether it is for the first or the second; the hard E-step has one road."""
-    return (2,) if hard else (0, 1)
+# A launch: the road, the heads it is for, and whether it fixes the row maximum beforehand; see shifted.py.
+LIGHT, SAFE, HARD = 0, 1, 2
+EVERY, NEAR, FAR = 0, 1, 2
+FEW = 264
+CACHE_BYTES = 48 * 2**20
+
+
+def forward_launches(hard: bool, query: Tensor) -> list[dict[str, Any]]:
+    """float16 has too few exponents for a maximum that is fixed beforehand."""
+    fixed = query.dtype != torch.float16
+    if hard and not fixed:
+        return [{"ROAD": HARD, "HEADS": EVERY, "FIXED": False}]
+    return [
+        {"ROAD": HARD if hard else LIGHT, "HEADS": NEAR, "FIXED": fixed},
+        {"ROAD": HARD if hard else SAFE, "HEADS": FAR, "FIXED": False},
+    ]
+
+
+def backward_launches(hard: bool, query: Tensor) -> list[dict[str, Any]]:
+    if hard:
+        return [{"ROAD": HARD, "HEADS": EVERY, "NARROW": False}]
+    return [
+        {"ROAD": LIGHT, "HEADS": NEAR, "NARROW": query.dtype == torch.bfloat16},
+        {"ROAD": SAFE, "HEADS": FAR, "NARROW": False},
+    ]
+
+
+def programs(blocks: int, how: dict[str, Any]) -> tuple[int]:
+    """As many as there are blocks; few for the heads that reach far, since mostly there are none."""
+    return (min(blocks, FEW) if how.get("HEADS") == FAR else blocks,)
+
+
+def section(key: Tensor, value: Tensor, causal: bool) -> int:
+    """How many heads are worked on at once: one, or where rows differ in length as many as half the cache holds."""
+    per_head = key[0, 0].numel() * key.element_size() + value[0, 0].numel() * value.element_size()
+    return max(1, CACHE_BYTES // 2 // max(1, per_head)) if causal else 1
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
-    return int(dropout_p * 2**31), 1 / (1 - dropout_p)
+    """p * 2^32 as the signed number with these 32 bits, and 1 / (1 - p)."""
+    return (int(dropout_p * 2**32) + 2**31) % 2**32 - 2**31, 1 / (1 - dropout_p)
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -168,23 +203,22 @@ def shifted_forward(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
     query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output; what is known of the queries (G,1+2M,Nq') and of the keys (G,1+2M,Nk'); the reach of their numbers."""
+    """Output; what is known of the queries (G,1+2M,Nq') and the keys (G,1+2M,Nk'); the heads that reach far (G)."""
     (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
     choice = tile("shifted", "forward", query, value, components)
-    output, rows, keys, worst = shifted_results(query, key, shift, value)
+    output, rows, keys, far = shifted_results(query, key, shift, value)
     if output.numel():
-        shifted_bias(keys, rows, worst, query, key, shift, None if hard else log_prior, 1 / variance, key_mask, hard)
+        shifted_bias(keys, rows, far, query, key, shift, None if hard else log_prior, 1 / variance, key_mask, hard)
         masks = spans(query_mask, key_mask, num_queries, num_keys)
-        for road in roads(hard):
-            shifted.forward_kernel[(rows.shape[-1] // choice.queries * batch * heads,)](
-                query, key, value, keys, output, rows, worst, masks, as_bytes(query_mask), seed, LOG2E / variance,
-                *dropout_numbers(dropout_p), *strides(query, key, value, output), heads, num_queries, num_keys,
-                rows.shape[-1], keys.shape[-1], worst.shape[-1], **common(query, key, value, components), ROAD=road,
-                CAUSAL=causal, SPANS=masks is not None, KEY_MASK=key_mask is not None,
-                MASK_QUERIES=query_mask is not None, DROPOUT=dropout_p > 0,
-                FLAGS=triton.next_power_of_2(worst.shape[-1]), **launch(choice),
+        for how in forward_launches(hard, query):
+            shifted.forward_kernel[programs(rows.shape[-1] // choice.queries * batch * heads, how)](
+                query, key, value, keys, output, rows, far, masks, as_bytes(query_mask), seed, LOG2E / variance,
+                *dropout_numbers(dropout_p), *strides(query, key, value, output), batch, section(key, value, causal),
+                heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], **common(query, key, value, components),
+                **how, CAUSAL=causal, SPANS=masks is not None, KEY_MASK=key_mask is not None,
+                MASK_QUERIES=query_mask is not None, DROPOUT=dropout_p > 0, **launch(choice),
             )  # fmt: skip
-    return output, rows, keys, worst
+    return output, rows, keys, far
 
 
 def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -193,7 +227,7 @@ def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) ->
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     return (
         like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, known, queries),
-        empty(batch * heads, known, keys), empty(batch * heads, (queries + keys) // BLOCK),
+        empty(batch * heads, known, keys), torch.zeros(batch * heads, device=query.device),
     )  # fmt: skip
 
 
@@ -201,9 +235,11 @@ def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) ->
 def shifted_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
-    keys: Tensor, worst: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
+    keys: Tensor, far: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key, shift, value and log_prior (in float32, and empty where there is none)."""
+    """Gradients of query, key and value; (H,M,BD+1), those of shift and, last, of the prior of a head; and those of a
+    prior per position (B,H,M,Nk), empty where there is none.
+    """
     (batch, heads, num_queries, width), num_keys, components = query.shape, key.shape[2], shift.shape[1]
     on_queries = tile("shifted", "query", query, value, components)
     on_keys = tile("shifted", "key", query, value, components)
@@ -218,27 +254,25 @@ def shifted_backward(
     settings = {
         **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
         "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0,
-        "FLAGS": triton.next_power_of_2(max(1, worst.shape[-1])),
     }  # fmt: skip
     numbers = LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance
-    sizes = heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], worst.shape[-1]
-    for road in roads(hard) if batch * heads * query_blocks else ():
-        shifted.query_kernel[(batch * heads * query_blocks,)](
-            query, key, shift, value, keys, output, rows, worst, masks, seed, grad, delta, grads[0], part, *numbers,
-            *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, ROAD=road,
+    sizes = batch, section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
+    narrow_keys, narrow_rows = [None, None], [None, None]
+    if batch * heads and not hard and query.dtype == torch.bfloat16:
+        narrow_keys, narrow_rows = narrow(keys, rows, components, shifted.COLUMNS.value)
+    for how in backward_launches(hard, query) if batch * heads * query_blocks else ():
+        shifted.query_kernel[programs(batch * heads * query_blocks, how)](
+            query, key, shift, value, keys, *narrow_keys, output, rows, far, masks, seed, grad, delta, grads[0], part,
+            *numbers, *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, **how,
             **launch(on_queries),
         )  # fmt: skip
-    for road in roads(hard) if batch * heads * key_blocks else ():
-        shifted.key_kernel[(batch * heads * key_blocks,)](
-            query, key, shift, value, keys, rows, worst, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part,
-            *numbers, *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks, parts, **settings,
-            ROAD=road, POSITIONS=positions, **launch(on_keys),
+    for how in backward_launches(hard, query) if batch * heads * key_blocks else ():
+        shifted.key_kernel[programs(batch * heads * key_blocks, how)](
+            query, key, shift, value, keys, rows, *narrow_rows, far, masks, seed, grad, delta, grads[1], grads[2],
+            grad_bias, part, *numbers, *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks,
+            parts, **settings, **how, POSITIONS=positions, **launch(on_keys),
         )  # fmt: skip
-    total = part.sum((0, 2))  # (H,M,BD+1)
-    grad_prior = grad_bias.sum(0) if positions else total[..., -1].contiguous()
-    if hard or log_prior is None:
-        grad_prior = empty(0) if log_prior is None else torch.zeros_like(log_prior, dtype=torch.float32)
-    return grads[0], grads[1], total[..., :width].contiguous(), grads[2], grad_prior
+    return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
 
 
 @torch.library.custom_op("mgk::triton_mixture", mutates_args=())
@@ -252,15 +286,18 @@ def mixture_forward(
     choice = tile("mixture", "forward", query, value, components)
     output, rows, keys = mixture_results(query, key, value)
     if output.numel():
+        far, masks = rows.new_zeros(batch * heads), spans(query_mask, key_mask, num_queries, num_keys)
         key_bias(keys, key, None if hard else log_prior, per_component, 1 / variance, key_mask)
-        mixture.forward_kernel[(rows.shape[-1] // choice.queries * batch * heads,)](
-            query, key, value, keys, per_component, output, rows, spans(query_mask, key_mask, num_queries, num_keys),
-            as_bytes(query_mask), seed, 1 / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output),
-            heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], **common(query, key, value, components),
-            HARD=hard, VARIANCES=per_component is not None, CAUSAL=causal,
-            SPANS=query_mask is not None or key_mask is not None, MASK_QUERIES=query_mask is not None,
-            DROPOUT=dropout_p > 0, **launch(choice),
-        )  # fmt: skip
+        fixed = per_component is None and query.dtype != torch.float16
+        for how in ({"HEADS": NEAR, "FIXED": True}, {"HEADS": FAR if fixed else EVERY, "FIXED": False})[not fixed :]:
+            mixture.forward_kernel[programs(rows.shape[-1] // choice.queries * batch * heads, how)](
+                query, key, value, keys, per_component, output, rows, far, masks, as_bytes(query_mask), seed,
+                1 / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output), batch,
+                section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
+                **common(query, key, value, components), **how, HARD=hard, VARIANCES=per_component is not None,
+                CAUSAL=causal, SPANS=masks is not None, MASK_QUERIES=query_mask is not None,
+                DROPOUT=dropout_p > 0, **launch(choice),
+            )  # fmt: skip
     return output, rows, keys
 
 
@@ -279,7 +316,9 @@ def mixture_backward(
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
     keys: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key, value, log_prior and the variances (in float32, and empty where there is none)."""
+    """Gradients of query, key and value; (H,M,2), those of the prior and the variance of a head; and those of a prior
+    per position (B,H,M,Nk), empty where there is none.
+    """
     (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
     on_queries = tile("mixture", "query", query, value, components)
     on_keys = tile("mixture", "key", query, value, components)
@@ -297,7 +336,7 @@ def mixture_backward(
         "SPANS": masks is not None, "DROPOUT": dropout_p > 0,
     }  # fmt: skip
     numbers = 1 / variance, *dropout_numbers(dropout_p)
-    sizes = heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
+    sizes = batch, section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
     if batch * heads * query_blocks:
         mixture.query_kernel[(batch * heads * query_blocks,)](
             query, key, value, keys, per_component, output, rows, masks, seed, grad, delta, grads[0], part, *numbers,
@@ -310,15 +349,7 @@ def mixture_backward(
             *numbers, *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_parts, part.shape[2],
             **settings, POSITIONS=positions, **launch(on_keys),
         )  # fmt: skip
-    grad_prior, grad_variance = empty(0), empty(0)
-    if log_prior is not None or varied:
-        total = part[..., : 1 + varied].sum((0, 2))  # (H,M,1 or 2)
-        if log_prior is not None:
-            grad_prior = torch.zeros_like(log_prior, dtype=torch.float32) if hard else total[..., 0].contiguous()
-            grad_prior = grad_bias.sum(0) if positions else grad_prior
-        if varied:
-            grad_variance = total[..., 1].contiguous()
-    return grads[0], grads[1], grads[2], grad_prior, grad_variance
+    return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
 
 
 @shifted_forward.register_fake
@@ -331,24 +362,26 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return mixture_results(query, key, value)
 
 
-def fake_float32(tensor: Tensor | None, like_this: Tensor) -> Tensor:
-    shape = (0,) if tensor is None else tensor.shape
-    return like_this.new_empty(shape, dtype=torch.float32)
+def fake_grads(
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, components: int, width: int, hard: bool
+) -> tuple[Tensor, ...]:
+    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
+    positions = log_prior is not None and log_prior.dim() == 3 and not hard
+    shape = (*query.shape[:2], components, key.shape[-2]) if positions else (0,)
+    empty = partial(query.new_empty, dtype=torch.float32)
+    return *grads, empty(query.shape[1], components, width), empty(shape)
 
 
 @shifted_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, *_: Any) -> Any:
-    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
-    return grads[0], grads[1], fake_float32(shift, query), grads[2], fake_float32(log_prior, query)
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, *rest: Any
+) -> Any:
+    return fake_grads(query, key, value, log_prior, shift.shape[1], block_width(query.shape[-1]) + 1, rest[-3])
 
 
 @mixture_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
-    *_: Any,
-) -> Any:  # fmt: skip
-    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
-    return *grads, fake_float32(log_prior, query), fake_float32(per_component, query)
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, *rest: Any) -> Any:
+    return fake_grads(query, key, value, log_prior, key.shape[2], 2, rest[-3])
 
 
 def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -358,21 +391,29 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.mark_non_differentiable(*output[1:])
 
 
-def cast(grad: Tensor, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else grad.to(tensor.dtype)
+def prior_grad(total: Tensor, positions: Tensor, log_prior: Tensor | None, hard: bool) -> Tensor | None:
+    """Of what the keys' biases received; the hard E-step knows no prior."""
+    if log_prior is None:
+        return None
+    if hard:
+        return torch.zeros_like(log_prior)
+    return (positions.sum(0) if log_prior.dim() == 3 else total).to(log_prior.dtype)
 
 
 def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    grad_query, grad_key, grad_shift, grad_value, grad_prior = shifted_backward(dense(grad), *tensors, *ctx.options)
-    grads = grad_query, grad_key, cast(grad_shift, tensors[2]), grad_value, cast(grad_prior, tensors[4])
-    return *grads, *[None] * 7
+    query, key, shift, value, log_prior, *rest = ctx.saved_tensors
+    grads = shifted_backward(dense(grad), query, key, shift, value, log_prior, *rest, *ctx.options)
+    grad_query, grad_key, grad_value, total, positions = grads
+    grad_shift = total[..., : query.shape[-1]].to(shift.dtype)
+    grad_prior = prior_grad(total[..., -1], positions, log_prior, ctx.options[1])
+    return grad_query, grad_key, grad_shift, grad_value, grad_prior, *[None] * 7
 
 
 def mixture_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    *grads, grad_prior, grad_variance = mixture_backward(dense(grad), *tensors, *ctx.options)
-    return *grads, cast(grad_prior, tensors[3]), cast(grad_variance, tensors[4]), *[None] * 7
+    query, key, value, log_prior, own, *rest = ctx.saved_tensors
+    *grads, total, positions = mixture_backward(dense(grad), query, key, value, log_prior, own, *rest, *ctx.options)
+    grad_variance = None if own is None else total[..., 1].to(own.dtype)
+    return *grads, prior_grad(total[..., 0], positions, log_prior, ctx.options[1]), grad_variance, *[None] * 7
 
 
 shifted_forward.register_autograd(shifted_autograd, setup_context=keep_for_backward)

@@ -15,9 +15,9 @@ from torch import Tensor
 from mgk.ops.triton.host import as_bytes, block_width
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile
 
-# The light road multiplies w[j] <= 2^4 with exponentials of at most 1. With every w at least 2^-LIGHT_KEYS and every
-# rho between 2^-LIGHT_ROWS and 2^LIGHT_ROWS, a row's sum is at least 2^-100: nothing that counts is lost, and nothing
-# overflows.
+# The light road multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-LIGHT_KEYS and every rho between
+# 2^-LIGHT_ROWS and 2^LIGHT_ROWS, a row's sum under a running maximum is at least 2^-100, and an exponential under a
+# fixed one at most 2^106: nothing that counts is lost, and nothing overflows.
 LIGHT_KEYS, LIGHT_ROWS = tl.constexpr(70.0), tl.constexpr(30.0)
 BLOCK = 64
 
@@ -51,9 +51,9 @@ def key_weights(
 
 @triton.jit
 def bias_kernel(
-    K, PRIOR, VARIANCE, MASK, KEYS, inverse_variance, skb, skh, skm, skn, H, num_keys, padded_keys,
-    D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
-    POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
+    K, PRIOR, VARIANCE, MASK, KEYS, inverse_variance, skb, skh, skm, skn, H, num_keys, padded_keys, D: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr,
+    MASKED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """KEYS (G, M, Nk') takes log_w, -inf where a key takes no part."""
     blocks = tl.cdiv(padded_keys, BN)
@@ -73,14 +73,14 @@ def bias_kernel(
 
 @triton.jit
 def shifted_bias_kernel(
-    Q, K, SHIFT, PRIOR, MASK, KEYS, ROWS, WORST, inverse_variance, highest, sqb, sqh, sqn, skb, skh, skn, H,
+    Q, K, SHIFT, PRIOR, MASK, KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh, skn, H,
     num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
     HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. ROWS (G, 1+2M, Nq'): room for the row sum, rho, log_u.
+    """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, rho, log_u.
 
-    WORST (G, blocks): how far the block's numbers reach beyond what the light road can hold; it may be taken if all of
-    a head are at most 0. `highest` is the largest exponent a factor may have.
+    FAR_HEADS (G), zeros before, takes a 1 where a head's numbers reach beyond what the light road can hold. `highest`
+    is the largest exponent a factor may have.
     """
     key_blocks, query_blocks = padded_keys // BN, padded_queries // BN
     blocks = key_blocks + query_blocks
@@ -108,8 +108,9 @@ def shifted_bias_kernel(
             largest = tl.maximum(largest, log_w[r] - top)
             tl.store(p_keys + (1 + r) * padded_keys, tl.where(taken, tl.exp2(log_w[r] - top), 0.0))
             tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(taken, log_w[r] - top, NEVER))
-        beyond = tl.maximum(largest - 4.0, -LIGHT_KEYS - largest)
-        tl.store(WORST + i_bh * blocks + i_block, tl.max(tl.where(taken, beyond, -1.0), 0))
+        beyond = tl.where(taken, tl.maximum(largest - 4.0, -LIGHT_KEYS - largest), -1.0)
+        if not HARD and tl.max(beyond, 0) > 0:
+            tl.store(FAR_HEADS + i_bh, 1.0)
     else:
         start = (i_block - key_blocks) * BN
         o_m = start + tl.arange(0, BN)
@@ -122,52 +123,57 @@ def shifted_bias_kernel(
             log_u = tl.sum(b_q * b_b[None, :], 1) * (inverse_variance * LOG2E)
             if r == 0:
                 first = log_u
+                bound = tl.sum(b_q * b_q, 1) * (0.5 * inverse_variance * LOG2E) - log_u
+                tl.store(p_rows, bound)
             lead = log_u - first
-            beyond = tl.maximum(beyond, tl.maximum(lead - highest, -LIGHT_ROWS - lead))
+            if not HARD:
+                beyond = tl.maximum(beyond, tl.maximum(lead - highest, -LIGHT_ROWS - lead))
             tl.store(p_rows + (1 + r) * padded_queries, lead if HARD else tl.exp2(lead))
             tl.store(p_rows + (1 + M + r) * padded_queries, log_u)
-        tl.store(WORST + i_bh * blocks + i_block, tl.max(beyond, 0))
+        if tl.max(beyond, 0) > 0:
+            tl.store(FAR_HEADS + i_bh, 1.0)
 
 
 def key_bias(
-    keys: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None, inverse_variance: float,
-    key_mask: Tensor | None,
+    keys: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None, inverse_variance: float, key_mask:
+    Tensor | None,
 ) -> None:  # fmt: skip
     """Fill `keys` (G,M,Nk') from `key` (B,H,M,Nk,D)."""
     batch, heads, components, num_keys, width = key.shape
     block = max(16, min(128, 8192 // block_width(width)))
     bias_kernel[(triton.cdiv(keys.shape[-1], block) * batch * heads,)](
-        key, log_prior, variance, as_bytes(key_mask), keys, inverse_variance,
-        *key.stride()[:4], heads, num_keys, keys.shape[-1], width, block_width(width), components, variance is not None,
-        log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
-        key_mask is not None, block, num_warps=4,
+        key, log_prior, variance, as_bytes(key_mask), keys, inverse_variance, *key.stride()[:4], heads, num_keys,
+        keys.shape[-1], width, block_width(width), components, variance is not None, log_prior is not None and
+        log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3, key_mask is not None, block, num_warps=4,
     )  # fmt: skip
 
 
 def shifted_bias(
-    keys: Tensor, rows: Tensor, worst: Tensor, query: Tensor, key: Tensor, shift: Tensor, log_prior: Tensor | None,
+    keys: Tensor, rows: Tensor, far: Tensor, query: Tensor, key: Tensor, shift: Tensor, log_prior: Tensor | None,
     inverse_variance: float, key_mask: Tensor | None, hard: bool,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,1+2M,Nk'), `rows` (G,1+2M,Nq') and `worst` (G, blocks of BLOCK), see the kernel."""
+    """Fill `keys` (G,1+2M,Nk'), `rows` (G,1+2M,Nq') and `far` (G), see the kernel."""
     heads, width = query.shape[1], query.shape[-1]
-    shifted_bias_kernel[(worst.numel(),)](
-        query, key, shift, log_prior, as_bytes(key_mask), keys, rows, worst,
-        inverse_variance, 14.0 if query.dtype == torch.float16 else 30.0, *query.stride()[:3], *key.stride()[:3], heads,
-        query.shape[2], key.shape[2], rows.shape[-1], keys.shape[-1], width, block_width(width),
-        shift.shape[1], log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
-        key_mask is not None, hard, BLOCK, num_warps=4,
+    blocks = (rows.shape[-1] + keys.shape[-1]) // BLOCK
+    shifted_bias_kernel[(far.numel() * blocks,)](
+        query, key, shift, log_prior, as_bytes(key_mask), keys, rows, far, inverse_variance, 14.0 if query.dtype ==
+        torch.float16 else 30.0, *query.stride()[:3], *key.stride()[:3], heads, query.shape[2], key.shape[2],
+        rows.shape[-1], keys.shape[-1], width, block_width(width), shift.shape[1], log_prior is not None and
+        log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3, key_mask is not None, hard, BLOCK,
+        num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def last_taken(p_mask, length, BLOCK: tl.constexpr):
-    """One past the last place that a mask takes, 0 if it takes none."""
-    last = tl.zeros([BLOCK], tl.int32)
+def ends_of(p_mask, length, BLOCK: tl.constexpr):
+    """The first place that a mask takes and one past the last; `length` and 0 if it takes none."""
+    first, last = tl.full([BLOCK], 0, tl.int32) + length, tl.zeros([BLOCK], tl.int32)
     for start in range(0, length, BLOCK):
         o = start + tl.arange(0, BLOCK)
-        taken = tl.load(p_mask + o, mask=o < length, other=0)
-        last = tl.maximum(last, tl.where(taken != 0, o + 1, 0))
-    return tl.max(last, 0)
+        taken = tl.load(p_mask + o, mask=o < length, other=0) != 0
+        first = tl.minimum(first, tl.where(taken, o, length))
+        last = tl.maximum(last, tl.where(taken, o + 1, 0))
+    return tl.min(first, 0), tl.max(last, 0)
 
 
 @triton.jit
@@ -175,29 +181,58 @@ def span_kernel(
     QUERY_MASK, KEY_MASK, SPAN, num_queries, num_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
 ):
     i_b = tl.program_id(0).to(tl.int64)
-    last_query, last_key = num_queries, num_keys
+    last_query, last_key, first_key = num_queries, num_keys, 0
     if QUERIES:
-        last_query = last_taken(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
+        _, last_query = ends_of(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
     if KEYS:
-        last_key = last_taken(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
-    tl.store(SPAN + 2 * i_b, last_query)
-    tl.store(SPAN + 2 * i_b + 1, last_key)
+        first_key, last_key = ends_of(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
+    tl.store(SPAN + 3 * i_b, last_query)
+    tl.store(SPAN + 3 * i_b + 1, last_key)
+    tl.store(SPAN + 3 * i_b + 2, first_key)
 
 
 def spans(query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
-    """One past the last query and the last key of each batch that takes part, (B,2) int32; None if all do."""
+    """For each batch one past the last query and the last key that take part, and the first key; None if all do."""
     if query_mask is None and key_mask is None:
         return None
     masks = [mask for mask in (query_mask, key_mask) if mask is not None]
-    result = torch.empty(masks[0].shape[0], 2, device=masks[0].device, dtype=torch.int32)
+    result = torch.empty(masks[0].shape[0], 3, device=masks[0].device, dtype=torch.int32)
     span_kernel[(result.shape[0],)](
-        as_bytes(query_mask),
-        as_bytes(key_mask),
-        result,
-        num_queries,
-        num_keys,
-        query_mask is not None,
-        key_mask is not None,
-        1024,
-    )
+        as_bytes(query_mask), as_bytes(key_mask), result, num_queries, num_keys, query_mask is not None, key_mask is not
+        None, 1024,
+    )  # fmt: skip
     return result
+
+
+@triton.jit
+def narrow_kernel(
+    KEYS, ROWS, NARROW_KEYS, KEY_COLUMNS, NARROW_ROWS, ROW_COLUMNS, groups, padded_keys, padded_queries,
+    M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows 1 to M of KEYS and ROWS (G,1+2M,N') in bfloat16: along N' (G,M,N'), and side by side (G,N',COLUMNS)."""
+    i_block, key_blocks = tl.program_id(0), groups * (padded_keys // BLOCK)
+    p_from, p_narrow, p_columns, padded = KEYS, NARROW_KEYS, KEY_COLUMNS, padded_keys
+    if i_block >= key_blocks:
+        i_block -= key_blocks
+        p_from, p_narrow, p_columns, padded = ROWS, NARROW_ROWS, ROW_COLUMNS, padded_queries
+    i_bh = (i_block // (padded // BLOCK)).to(tl.int64)
+    o, o_column = i_block % (padded // BLOCK) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    block = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for r in tl.static_range(M):
+        vector = tl.load(p_from + (i_bh * (1 + 2 * M) + 1 + r) * padded + o)
+        tl.store(p_narrow + (i_bh * M + r) * padded + o, vector.to(tl.bfloat16))
+        block = tl.where(o_column[None, :] == r, vector[:, None], block)
+    tl.store(p_columns + (i_bh * padded + o)[:, None] * COLUMNS + o_column[None, :], block.to(tl.bfloat16))
+
+
+def narrow(keys: Tensor, rows: Tensor, components: int, columns: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights of keys and rows (G,1+2M,N') in bfloat16, each along N' and as columns."""
+    results = []
+    for vectors in (keys, rows):
+        groups, _, padded = vectors.shape
+        shapes = (groups, components, padded), (groups, padded, columns)
+        results.append([torch.empty(shape, device=keys.device, dtype=torch.bfloat16) for shape in shapes])
+    narrow_kernel[(keys.shape[0] * (keys.shape[-1] + rows.shape[-1]) // 128,)](
+        keys, rows, *results[0], *results[1], keys.shape[0], keys.shape[-1], rows.shape[-1], components, columns, 128
+    )
+    return results[0], results[1]

@@ -2,6 +2,9 @@
 
 The key bias log prior - |k_jr|^2/(2 s2_r) comes from `bias.py`. With one variance the row bias is the same for all
 components and cancels; with a variance per component (VARIANCES) it is -|q_i|^2/(2 s2_r), computed here.
+
+Fixed row maximum (FIXED): no component's log-weight is above its prior, so that |q_i|^2/2s2 bounds a row before any key
+is seen; see shifted.py. A head with a row that this does not fit is left to a second launch.
 """
 
 from __future__ import annotations
@@ -10,9 +13,14 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.primitives import (
+    EVERY,
+    FAR,
     LOG2E,
     NEVER,
-    kept,
+    any_far,
+    dropout,
+    flag_misfits,
+    is_far,
     key_range,
     key_tiles,
     load_tile,
@@ -20,7 +28,9 @@ from mgk.ops.triton.primitives import (
     load_vectors,
     online_softmax,
     query_tiles,
+    sees_a_key,
     store_tile,
+    work_of,
     zeros_tuple,
 )
 
@@ -75,8 +85,8 @@ def tile_scores(
 def forward_step(
     start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, p_seed, i_bh, i_m, offset, threshold, inverse_keep, num_keys,
     padded_keys, stride_km, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, HARD: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    M: tl.constexpr, HARD: tl.constexpr, FIXED: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     x, _ = tile_scores(
         b_q, p_k, p_lw, start, i_m, offset, row, inverse, num_keys, padded_keys, stride_km, stride_k, D, BD, M,
@@ -85,33 +95,33 @@ def forward_step(
     largest = x[0]
     for r in tl.static_range(1, M):
         largest = tl.maximum(largest, x[r])
-    m, m_safe, alpha = online_softmax(tl.max(largest, 1), m)
+    m_safe = m
+    if not FIXED:
+        m, m_safe, alpha = online_softmax(tl.max(largest, 1), m)
+        l, acc = l * alpha, acc * alpha[:, None]
     if HARD:
         p = tl.exp2(largest - m_safe[:, None])
     else:
         p = tl.exp2(x[0] - m_safe[:, None])
         for r in tl.static_range(1, M):
             p += tl.exp2(x[r] - m_safe[:, None])
-    l = l * alpha + tl.sum(p, 1)
+    l += tl.sum(p, 1)
     if DROPOUT:
-        o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
-        p = tl.where(kept(p_seed, i_bh, o_m[:, None], o_n[None, :], threshold), p * inverse_keep, 0.0)
+        p *= dropout(p_seed, i_bh, i_m * BM, start, threshold, inverse_keep, False, BM, BN)
     b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
-    acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
     return acc, m, l
 
 
 @triton.jit
-def forward_kernel(
-    Q, K, V, LW, VARIANCE, OUT, LSE, SPAN, QUERY_MASK, SEED, inverse_variance, threshold, inverse_keep,
-    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
-    padded_queries, padded_keys,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
-    VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, MASK_QUERIES: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def forward_block(
+    i_m, i_bh, Q, K, V, LW, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED, inverse_variance, threshold,
+    inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries,
+    num_keys, padded_queries, padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    M: tl.constexpr, HARD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, VARIANCES: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    blocks = padded_queries // BM
-    i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks  # long causal rows start first
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
@@ -123,27 +133,68 @@ def forward_kernel(
     row = row_biases(b_q, inverse, M, VARIANCES)
 
     full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
-    m, l = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BV], tl.float32)
+    if FIXED:
+        m = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) * (0.5 * LOG2E * inverse_variance)
+    else:
+        m = tl.full([BM], NEVER, tl.float32)
+    l, acc = tl.zeros([BM], tl.float32), tl.zeros([BM, BV], tl.float32)
     for start in range(0, full, BN):
         acc, m, l = forward_step(
             start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, SEED, i_bh, i_m, offset, threshold, inverse_keep,
-            num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, False, DROPOUT, PRECISION,
-            BM, BN,
+            num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, FIXED, VARIANCES, CAUSAL, False, DROPOUT,
+            PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         for start in range(full, stop, BN):
             acc, m, l = forward_step(
                 start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, SEED, i_bh, i_m, offset, threshold, inverse_keep,
-                num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True, DROPOUT,
+                num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, FIXED, VARIANCES, CAUSAL, True, DROPOUT,
                 PRECISION, BM, BN,
             )  # fmt: skip
-    takes_part = (l > 0) & (o_m < num_queries)
+    takes_part = o_m < num_queries
     if MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
+    if FIXED:
+        flag_misfits(FAR_HEADS + i_bh, l, takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, CAUSAL, SPANS))
+    takes_part = takes_part & (l > 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
     tl.store(LSE + p_row + o_m, tl.where(takes_part, m + tl.log2(l), float("inf")))
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, LW, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED, inverse_variance, threshold, inverse_keep, sqb,
+    sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys,
+    padded_queries, padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
+    HARD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr, SPANS: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
+    blocks, groups = padded_queries // BM, BATCHES * H
+    if HEADS == FAR:
+        if any_far(FAR_HEADS, groups, 128):
+            for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
+                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_m = blocks - 1 - i_block
+                if is_far(FAR_HEADS, i_bh):
+                    forward_block(
+                        i_m, i_bh, Q, K, V, LW, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED, inverse_variance,
+                        threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son,
+                        BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, HARD,
+                        HEADS, FIXED, VARIANCES, CAUSAL, EVEN, SPANS, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                    )  # fmt: skip
+    else:
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_m = blocks - 1 - i_block
+        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+            forward_block(
+                i_m, i_bh, Q, K, V, LW, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED, inverse_variance,
+                threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, BATCHES,
+                section, H, num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, HARD, HEADS, FIXED,
+                VARIANCES, CAUSAL, EVEN, SPANS, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -172,8 +223,7 @@ def query_step(
     )  # fmt: skip
     slope = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
     if DROPOUT:
-        o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
-        slope = tl.where(kept(p_seed, i_bh, o_m[:, None], o_n[None, :], threshold), slope * inverse_keep, 0.0)
+        slope *= dropout(p_seed, i_bh, i_m * BM, start, threshold, inverse_keep, False, BM, BN)
     slope -= delta[:, None]
     new = ()
     if HARD:
@@ -195,16 +245,17 @@ def query_step(
 
 @triton.jit
 def query_kernel(
-    Q, K, V, LW, VARIANCE, OUT, LSE, SPAN, SEED, DO, DELTA, DQ, PART, inverse_variance, threshold, inverse_keep,
-    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn,
-    H, num_queries, num_keys, padded_queries, padded_keys, parts,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
-    VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    Q, K, V, LW, VARIANCE, OUT, LSE, SPAN, SEED, DO, DELTA, DQ, PART, inverse_variance, threshold, inverse_keep, sqb,
+    sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, BATCHES, section, H,
+    num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr, SPANS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, and each query block's share of dvariance."""
     blocks = padded_queries // BM
-    i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_block, i_bh = work_of(tl.program_id(0), blocks, BATCHES * H, section)
+    i_m = blocks - 1 - i_block
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
@@ -250,10 +301,9 @@ def query_kernel(
 @triton.jit
 def key_step(
     start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, p_seed, i_bh, i_n, offset, threshold,
-    inverse_keep, num_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, VARIANCES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    inverse_keep, num_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dk, dv and the key biases, keys down and queries across."""
     o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
@@ -261,10 +311,10 @@ def key_step(
     b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, MASKED)  # [BM, BV]
     lse, delta = load_vector(p_lse, start, BM), load_vector(p_delta, start, BM)
     slope = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
-    keep = 0
+    drop = 1.0
     if DROPOUT:
-        keep = kept(p_seed, i_bh, o_m[None, :], o_n[:, None], threshold)
-        slope = tl.where(keep, slope * inverse_keep, 0.0)
+        drop = dropout(p_seed, i_bh, start, i_n * BN, threshold, inverse_keep, True, BM, BN)
+        slope *= drop
     slope -= delta[None, :]
     row = row_biases(b_q, inverse, M, VARIANCES)
     x = ()
@@ -292,7 +342,7 @@ def key_step(
         db = db + (dw[r] + tl.sum(ds, 1),)
         dk = dk + (tl.dot(ds.to(b_q.dtype), b_q, b_dk[r], input_precision=PRECISION),)
     if DROPOUT:
-        total = tl.where(keep, total * inverse_keep, 0.0)
+        total *= drop
     b_dv = tl.dot(total.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
     return dk, b_dv, db
 
@@ -300,15 +350,15 @@ def key_step(
 @triton.jit
 def key_kernel(
     Q, K, V, LW, VARIANCE, LSE, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, inverse_variance, threshold, inverse_keep,
-    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen,
-    H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
-    VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, DROPOUT: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen, BATCHES,
+    section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, VARIANCES: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dlog_prior and dvariance."""
     blocks = padded_keys // BN
-    i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_n, i_bh = work_of(tl.program_id(0), blocks, BATCHES * H, section)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
@@ -330,14 +380,12 @@ def key_kernel(
             b_dk, b_dv, dw = key_step(
                 start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
                 threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True,
-                DROPOUT,
-                PRECISION, BM, BN,
+                DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
             start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
-                threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, False,
-                DROPOUT,
+            threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, False, DROPOUT,
             PRECISION, BM, BN,
         )  # fmt: skip
     if not EVEN:
@@ -345,13 +393,12 @@ def key_kernel(
             b_dk, b_dv, dw = key_step(
                 start, keys, b_v, b_dk, b_dv, dw, log_w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
                 threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, VARIANCES, CAUSAL, True,
-                DROPOUT,
-                PRECISION, BM, BN,
+                DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
 
     p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * 2
     for r in tl.static_range(M):
-        b_k = keys[r].to(tl.float32)  # [BN, BD]
+        b_k = load_tile(p_k + r * skm, i_n * BN, num_keys, skn, BN, D, BD, True, True).to(tl.float32)  # [BN, BD]
         tl.store(p_part + r * 2, tl.sum(dw[r], 0))
         if VARIANCES:
             moment = tl.sum(b_k * (0.5 * dw[r][:, None] * b_k - b_dk[r]), 1)

@@ -8,24 +8,33 @@ BM queries and BN keys of a tile, BD and BV the widths D and Dv rounded up to a 
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
 NEVER = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+EVERY, NEAR, FAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # heads a launch is for, by their reach
 
 
 @triton.jit
 def load_tile(
-    p_base, start, num_rows, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
-):
+    p_base, start, num_rows, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, AGAIN: tl.constexpr = False,
+):  # fmt: skip
     """Rows `start` and on of a matrix whose last dimension is contiguous, zero outside of it.  # [ROWS, BLOCK]
 
-    The pointer of the tile is one number and the offsets inside it do not change: a loop keeps them in registers.
+    The pointer of the tile is one number and the offsets inside it do not change: a loop keeps them in registers. A
+    block that is needed before a loop and after it is loaded AGAIN, past the nearest cache, so as not to stay there.
     """
     o_row, o_column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     p_tile = p_base + tl.full((), start, tl.int64) * stride + (o_row[:, None] * stride + o_column[None, :])
-    if MASKED and WIDTH != BLOCK:
+    if AGAIN:
+        mask = (start + o_row < num_rows)[:, None] & (o_column < WIDTH)[None, :]
+        block = tl.load(p_tile, mask=mask, other=0.0, cache_modifier=".cg")
+    elif MASKED and WIDTH != BLOCK:
         block = tl.load(p_tile, mask=(start + o_row < num_rows)[:, None] & (o_column < WIDTH)[None, :], other=0.0)
     elif MASKED:
         block = tl.load(p_tile, mask=(start + o_row < num_rows)[:, None], other=0.0)
@@ -76,20 +85,61 @@ def hash32(x):
 
 
 @triton.jit
-def kept(p_seed, i_head, o_query, o_key, threshold):
-    """Which pairs dropout keeps, a function of the seed and the place alone; `threshold` is p * 2^31."""
-    seed = tl.load(p_seed)
-    row = hash32(o_query.to(tl.uint32) ^ hash32(i_head.to(tl.uint32) ^ (seed >> 32).to(tl.uint32)))
-    row = hash32(row ^ seed.to(tl.uint32))
-    return (hash32(row + o_key.to(tl.uint32) * 0x9E3779B1) >> 1).to(tl.int32) >= threshold
+def dropout(
+    p_seed, i_head, first_query, first_key, threshold, inverse_keep, KEYS_DOWN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """What dropout multiplies the pairs of a tile by, a function of the seed and the place; `threshold` is p * 2^32.
+
+    Two queries and two keys next to each other share a hash and differ in its last factor: whichever of the two lies
+    along the registers of a thread, half of the work is shared. Tiles begin at even places.
+    """
+    ROWS: tl.constexpr = BN if KEYS_DOWN else BM
+    HALF: tl.constexpr = (BM if KEYS_DOWN else BN) // 2
+    seed, o_row, o_half = tl.load(p_seed), tl.arange(0, ROWS), tl.arange(0, HALF)
+    salt = hash32(hash32(i_head.to(tl.uint32) ^ (seed >> 32).to(tl.uint32)) ^ seed.to(tl.uint32))
+    is_even, a, d = (o_row & 1) == 0, tl.full([1], 0x846CA68B, tl.uint32), tl.full([1], 0xC2B2AE35, tl.uint32)
+    b, c = tl.full([1], 0xD6E8FEB9, tl.uint32), tl.full([1], 0x5BD1E995, tl.uint32)  # an odd query or key with an even
+    if KEYS_DOWN:
+        row = ((first_key >> 1) + (o_row >> 1)).to(tl.uint32) * 0x9E3779B1 + salt
+        column = ((first_query >> 1) + o_half).to(tl.uint32) * 0x85EBCA6B
+        even, odd = tl.where(is_even, a, c), tl.where(is_even, b, d)
+    else:
+        row = ((first_query >> 1) + (o_row >> 1)).to(tl.uint32) * 0x85EBCA6B + salt
+        column = ((first_key >> 1) + o_half).to(tl.uint32) * 0x9E3779B1
+        even, odd = tl.where(is_even, a, b), tl.where(is_even, c, d)
+    x = row[:, None] + column[None, :]  # [ROWS, HALF]
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = tl.reshape(tl.join(x * even[:, None], x * odd[:, None]), [ROWS, 2 * HALF])
+    if INTERPRETED:
+        result = tl.where(x >= threshold.to(tl.uint32), inverse_keep, 0.0)
+    else:  # the same; LLVM would gather the truth values in words of 64 bits and spread them again
+        result = tl.inline_asm_elementwise(
+            "{.reg .pred keep; setp.ge.u32 keep, $1, $2; selp.f32 $0, $3, 0f00000000, keep;}", "=f,r,r,f",
+            [x, threshold, inverse_keep], tl.float32, True, 1,
+        )  # fmt: skip
+    return result
 
 
 @triton.jit
 def key_range(p_span, i_batch, num_queries, num_keys, SPANS: tl.constexpr):
     """How many queries and keys of this batch take part, up to the last that does."""
     if SPANS:
-        num_queries, num_keys = tl.load(p_span + 2 * i_batch), tl.load(p_span + 2 * i_batch + 1)
+        num_queries, num_keys = tl.load(p_span + 3 * i_batch), tl.load(p_span + 3 * i_batch + 1)
     return num_queries, num_keys
+
+
+@triton.jit
+def sees_a_key(p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPANS: tl.constexpr):
+    """Which of the queries `o_m` are before the end of those that take part and see at least one key."""
+    first_key, last_query = 0, 2147483647
+    if SPANS:
+        last_query, first_key = tl.load(p_span + 3 * i_batch), tl.load(p_span + 3 * i_batch + 2)
+    sees = (o_m < last_query) & (first_key < num_keys)
+    if CAUSAL:
+        sees = sees & (o_m + offset >= first_key)
+    return sees
 
 
 @triton.jit
@@ -134,3 +184,37 @@ def query_tiles(
         begin = tl.minimum(tl.maximum(i_n * BN - offset, 0) // BM * BM, stop)
         visible = tl.minimum(tl.cdiv(tl.maximum(i_n * BN + BN - 1 - offset, 0), BM) * BM, stop)
     return begin, visible, whole, stop
+
+
+@triton.jit
+def work_of(item, blocks, groups, section):
+    """Block and head of a work item: `section` heads at a time, the first blocks of all of these first.
+
+    Where rows differ in length the long ones start first, and yet few heads' keys are in the cache at once.
+    """
+    first = item // (blocks * section) * section
+    width = tl.minimum(section, groups - first)
+    rest = item - first * blocks
+    return rest // width, first + rest % width
+
+
+@triton.jit
+def is_far(p_far, i_bh):
+    """Whether this head is for the launch that takes any numbers."""
+    return tl.load(p_far + i_bh) > 0
+
+
+@triton.jit
+def any_far(p_far, groups, BLOCK: tl.constexpr):
+    found = 0.0
+    for start in range(0, groups, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        found = tl.maximum(found, tl.max(tl.load(p_far + o, mask=o < groups, other=0.0), 0))
+    return found > 0
+
+
+@triton.jit
+def flag_misfits(p_far, l, sees):
+    """Leave this head to another launch if a row that sees a key has a sum that a fixed maximum may have spoilt."""
+    if tl.max((sees & ~((l >= 2.0**-90) & (l <= 2.0**90))).to(tl.int32), 0) > 0:
+        tl.store(p_far, 1.0)

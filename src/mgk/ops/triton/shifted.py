@@ -4,11 +4,19 @@ Light road: 2^l = 2^(q.k/s2) * (w_0[j] + sum_r rho_r[i] w_r[j]) * 2^log_u_0[i]: 
 multiply-add per further component and a multiplication per pair. It holds what ordinary networks make; the kernel of
 bias.py measures how far the numbers of a head reach. Where they reach too far, all programs of that head end at once,
 and those of a second launch take the safe road: one product, and an exponential per component, right for all numbers.
-Hard E-step: max_r(log_u + log_w) = log_u[i,0] + max(log_w[j,0], log_w[j,r] + lead[i,r]), one road for all numbers.
+Hard E-step: max_r(log_u + log_w) = log_u[i,0] + max(log_w[j,0], log_w[j,r] + lead[i,r]).
 
-KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): LSE less log_u_0 (+inf where a query
-sees no key), the rho (hard: the leads), the log_u. Both are padded to whole tiles. They are vectors along a tile, which
-every warp holds: what the loop computed from them would be computed 32 times over.
+Fixed row maximum (FIXED): no component's log-weight is above its prior, so that |q_i|^2/2s2 - log_u_0[i] bounds a row
+before any key is seen. Subtracting it needs no maximum, no rescaling and no waiting for the whole row. A row so far
+from all keys that its sum comes near underflow is noticed at the end, and the head is left to the second launch.
+float16 has too few exponents for it and keeps the running maximum.
+
+Narrow mixing (bfloat16, backward): the mixing factors are multiplied in bfloat16, two at a time, and the sums over a
+row or column of a tile are a product with a few more columns.
+
+KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, later LSE less log_u_0
+(+inf where a query sees no key), the rho (hard: the leads), the log_u. Both are padded to whole tiles. They are vectors
+along a tile, which every warp holds: what the loop computed from them would be computed 32 times over.
 docs/math.md derives all of it; docs/kernels.md says what bounds it.
 """
 
@@ -18,8 +26,13 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.primitives import (
+    EVERY,
+    FAR,
     NEVER,
-    kept,
+    any_far,
+    dropout,
+    flag_misfits,
+    is_far,
     key_range,
     key_tiles,
     load_tile,
@@ -27,23 +40,15 @@ from mgk.ops.triton.primitives import (
     load_vectors,
     online_softmax,
     query_tiles,
+    sees_a_key,
     store_tile,
+    work_of,
     zeros_tuple,
 )
 
 LIGHT, SAFE, HARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # roads
+COLUMNS = tl.constexpr(16)  # of the products that sum: the least a product has
 FOREVER = tl.constexpr(float("inf"))
-
-
-@triton.jit
-def other_road(p_worst, i_bh, blocks, ROAD: tl.constexpr, BLOCKS: tl.constexpr):
-    """Whether this head is for another launch."""
-    other = False
-    if ROAD != HARD:
-        o = tl.arange(0, BLOCKS)
-        worst = tl.max(tl.load(p_worst + i_bh * blocks + o, mask=o < blocks, other=-1.0), 0)
-        other = (worst <= 0.0) if ROAD == SAFE else (worst > 0.0)
-    return other
 
 
 @triton.jit
@@ -57,6 +62,23 @@ def mixed(rho, w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
         result = w[0][None, :]
         for r in tl.static_range(1, M):
             result = result + rho[r][:, None] * w[r][None, :]
+    return result
+
+
+@triton.jit
+def cast_tuple(vectors, dtype: tl.constexpr, M: tl.constexpr):
+    result = ()
+    for r in tl.static_range(M):
+        result = result + (vectors[r].to(dtype),)
+    return result
+
+
+@triton.jit
+def split_columns(block, M: tl.constexpr):
+    """The first M columns of [ROWS, COLUMNS], as a tuple of M vectors."""
+    o_column, result = tl.arange(0, COLUMNS), ()
+    for r in tl.static_range(M):
+        result = result + (tl.sum(tl.where(o_column[None, :] == r, block, 0.0), 1),)
     return result
 
 
@@ -82,10 +104,10 @@ def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def forward_step(
-    start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_seed, i_bh, i_m, offset, scale, threshold, inverse_keep,
-    num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, KEY_MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_seed, i_bh, i_m, offset, scale, threshold, inverse_keep, num_keys,
+    padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    M: tl.constexpr, ROAD: tl.constexpr, FIXED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """`rows` are the rho, on the safe road the log_u, with the hard E-step the leads."""
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
@@ -96,8 +118,10 @@ def forward_step(
     if ROAD == LIGHT:
         if KEY_MASK or MASKED:
             s += load_vector(p_keys, start, BN)[None, :]
+        m_safe = m
+        if not FIXED:
+            m, m_safe, alpha = online_softmax(tl.max(s, 1) * scale, m)
         w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
-        m, m_safe, alpha = online_softmax(tl.max(s, 1) * scale, m)
         p = tl.exp2(s * scale - m_safe[:, None]) * mixed(rows, w, False, M)
     else:
         log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
@@ -106,8 +130,11 @@ def forward_step(
             for r in tl.static_range(1, M):
                 best = tl.maximum(best, bid(rows[r], log_w[r], False))
             x = s * scale + best
-            m, m_safe, alpha = online_softmax(tl.max(x, 1), m)
-            p = tl.exp2(x - m_safe[:, None])
+            if FIXED:
+                p = tl.exp2(x - m[:, None])
+            else:
+                m, m_safe, alpha = online_softmax(tl.max(x, 1), m)
+                p = tl.exp2(x - m_safe[:, None])
         else:
             x_max = tl.max(s * scale + bid(rows[0], log_w[0], False), 1)
             for r in tl.static_range(1, M):
@@ -116,26 +143,25 @@ def forward_step(
             p = tl.exp2(s * scale + bid(rows[0] - m_safe, log_w[0], False))
             for r in tl.static_range(1, M):
                 p += tl.exp2(s * scale + bid(rows[r] - m_safe, log_w[r], False))
-    l = l * alpha + tl.sum(p, 1)
+    if not FIXED:
+        l, acc = l * alpha, acc * alpha[:, None]
+    l += tl.sum(p, 1)
     if DROPOUT:
-        p = tl.where(kept(p_seed, i_bh, o_m[:, None], o_n[None, :], threshold), p * inverse_keep, 0.0)
+        p *= dropout(p_seed, i_bh, i_m * BM, start, threshold, inverse_keep, False, BM, BN)
     b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
-    acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
     return acc, m, l
 
 
 @triton.jit
-def forward_kernel(
-    Q, K, V, KEYS, OUT, ROWS, WORST, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
-    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys,
-    flags, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, FLAGS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def forward_block(
+    i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh,
+    sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys, padded_queries,
+    padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
+    ROAD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+    SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    blocks = padded_queries // BM
-    i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks  # long causal rows start first
-    if other_road(WORST, i_bh, flags, ROAD, FLAGS):
-        return
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
@@ -147,25 +173,32 @@ def forward_kernel(
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
 
     full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
-    m, l = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BV], tl.float32)
+    if FIXED:
+        m = load_vector(p_rows, i_m * BM, BM)
+    else:
+        m = tl.full([BM], NEVER, tl.float32)
+    l, acc = tl.zeros([BM], tl.float32), tl.zeros([BM, BV], tl.float32)
     for start in range(0, full, BN):
         acc, m, l = forward_step(
             start, b_q, acc, m, l, rows, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold, inverse_keep,
-            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL, False, KEY_MASK, DROPOUT, PRECISION, BM,
-            BN,
+            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, CAUSAL, False, KEY_MASK, DROPOUT, PRECISION,
+            BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         for start in range(full, stop, BN):
             acc, m, l = forward_step(
                 start, b_q, acc, m, l, rows, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold, inverse_keep,
-                num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL, True, KEY_MASK, DROPOUT, PRECISION, BM,
-                BN,
+                num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, CAUSAL, True, KEY_MASK, DROPOUT,
+                PRECISION, BM, BN,
             )  # fmt: skip
 
-    takes_part = (l > 0) & (o_m < num_queries)
+    takes_part = o_m < num_queries
     if MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
+    if FIXED:
+        sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, CAUSAL, SPANS)
+        flag_misfits(FAR_HEADS + i_bh, l, sees)
+    takes_part = takes_part & (l > 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
     lse = m + tl.log2(l)
@@ -175,13 +208,52 @@ def forward_kernel(
 
 
 @triton.jit
-def query_step(
-    start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_seed, i_bh, i_m, offset, scale, threshold,
-    inverse_keep, num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def forward_kernel(
+    Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh, sqn, skb,
+    skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
+    HEADS: tl.constexpr, FIXED: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
+    KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One key tile's share of dq and, after the first component, of dlog_u; on the light road that lacks its rho."""
+    """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
+    blocks, groups = padded_queries // BM, BATCHES * H
+    if HEADS == FAR:
+        if any_far(FAR_HEADS, groups, 128):
+            for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
+                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_m = blocks - 1 - i_block
+                if is_far(FAR_HEADS, i_bh):
+                    forward_block(
+                        i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
+                        inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H,
+                        num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, HEADS, FIXED,
+                        CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                    )  # fmt: skip
+    else:
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_m = blocks - 1 - i_block
+        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+            forward_block(
+                i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
+                sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys,
+                padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, HEADS, FIXED, CAUSAL, EVEN, SPANS, KEY_MASK,
+                MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+            )  # fmt: skip
+
+
+@triton.jit
+def query_step(
+    start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, p_seed, i_bh, i_m, offset,
+    scale, threshold, inverse_keep, num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """One key tile's share of dq and, after the first component, of dlog_u; on the light road that lacks its rho.
+
+    `du` has a vector per component, or with narrow mixing is one block of columns.
+    """
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
     b_k = load_tile(p_k, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
     b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
@@ -190,16 +262,24 @@ def query_step(
         s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
     slope = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
     if DROPOUT:
-        slope = tl.where(kept(p_seed, i_bh, o_m[:, None], o_n[None, :], threshold), slope * inverse_keep, 0.0)
+        slope *= dropout(p_seed, i_bh, i_m * BM, start, threshold, inverse_keep, False, BM, BN)
     slope -= delta[:, None]
     new = (du[0],)
     if ROAD == LIGHT:
         if KEY_MASK or MASKED:
             s += load_vector(p_keys, start, BN)[None, :]
-        w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
         g = tl.exp2(s * scale - lse[:, None]) * slope
-        for r in tl.static_range(1, M):
-            new = new + (du[r] + tl.sum(g * w[r][None, :], 1),)
+        if NARROW:
+            g = g.to(b_k.dtype)
+            new = (du[0],)
+            if M > 1:
+                b_w = load_tile(p_columns, start, padded_keys, COLUMNS, BN, COLUMNS, COLUMNS, False)  # [BN, COLUMNS]
+                new = (tl.dot(g, b_w, du[0]),)
+            w = load_vectors(p_narrow, start, padded_keys, BN, M)
+        else:
+            w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
+            for r in tl.static_range(1, M):
+                new = new + (du[r] + tl.sum(g * w[r][None, :], 1),)
         ds = g * mixed(rows, w, False, M)
     else:
         log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
@@ -219,20 +299,15 @@ def query_step(
 
 
 @triton.jit
-def query_kernel(
-    Q, K, SHIFT, V, KEYS, OUT, ROWS, WORST, SPAN, SEED, DO, DELTA, DQ, PART, scale, threshold, inverse_keep,
-    inverse_variance,
-    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn,
-    H, num_queries, num_keys, padded_queries, padded_keys, flags, parts,
+def query_block(
+    i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, DELTA, DQ, PART,
+    scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb,
+    sgh, sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, FLAGS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
+    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, and each query block's share of dshift."""
-    blocks = padded_queries // BM
-    i_m, i_bh = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    if other_road(WORST, i_bh, flags, ROAD, FLAGS):
-        return
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
@@ -249,27 +324,34 @@ def query_kernel(
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
     if ROAD == SAFE:
         lse += rows[0]
+    mixing, p_narrow, p_columns = rows, NARROW_KEYS, KEY_COLUMNS
+    if NARROW:
+        mixing = cast_tuple(rows, b_q.dtype, M)
+        p_narrow += i_bh.to(tl.int64) * M * padded_keys
+        p_columns += i_bh.to(tl.int64) * COLUMNS * padded_keys
 
     full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
-    b_dq, du = tl.zeros([BM, BD], tl.float32), zeros_tuple([BM], M)
+    b_dq = tl.zeros([BM, BD], tl.float32)
+    if NARROW:
+        du = zeros_tuple([BM, COLUMNS], 1)
+    else:
+        du = zeros_tuple([BM], M)
     for start in range(0, full, BN):
         b_dq, du = query_step(
-            start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold,
-            inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL, False, KEY_MASK, DROPOUT,
-            PRECISION, BM, BN,
+            start, b_q, b_do, b_dq, du, mixing, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
+            offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL,
+            False, KEY_MASK, DROPOUT, PRECISION, NARROW, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         for start in range(full, stop, BN):
             b_dq, du = query_step(
-                start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale,
-                threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL, True,
-                KEY_MASK,
-                DROPOUT, PRECISION, BM, BN,
+                start, b_q, b_do, b_dq, du, mixing, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
+                offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL,
+                True, KEY_MASK, DROPOUT, PRECISION, NARROW, BM, BN,
             )  # fmt: skip
-    dlog_u, rest = (
-        (),
-        tl.zeros([BM], tl.float32),
-    )  # rows of dl sum to 0: the first has what the others leave
+    if NARROW:
+        du = split_columns(du[0], M)
+    dlog_u, rest = (), tl.zeros([BM], tl.float32)  # rows of dl sum to 0: the first has what the others leave
     for r in tl.static_range(1, M):
         part = du[r] * rows[r] if ROAD == LIGHT else du[r]
         rest -= part
@@ -277,6 +359,7 @@ def query_kernel(
     dlog_u = (rest,) + dlog_u
 
     p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * (BD + 1)
+    b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True, True)
     for r in tl.static_range(M):
         b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
         b_dq += dlog_u[r][:, None] * b_b[None, :]
@@ -286,41 +369,88 @@ def query_kernel(
 
 
 @triton.jit
+def query_kernel(
+    Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, DELTA, DQ, PART, scale,
+    threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh,
+    sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, HEADS: tl.constexpr,
+    NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
+    blocks, groups = padded_queries // BM, BATCHES * H
+    if HEADS == FAR:
+        if any_far(FAR_HEADS, groups, 128):
+            for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
+                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_m = blocks - 1 - i_block
+                if is_far(FAR_HEADS, i_bh):
+                    query_block(
+                        i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO,
+                        DELTA, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn,
+                        svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries,
+                        num_keys, padded_queries, padded_keys, parts, D, DV, BD, BV, M, ROAD, HEADS, NARROW, CAUSAL,
+                        EVEN, SPANS, KEY_MASK, DROPOUT, PRECISION, BM, BN,
+                    )  # fmt: skip
+    else:
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_m = blocks - 1 - i_block
+        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+            query_block(
+                i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, DELTA,
+                DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
+                sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries, num_keys, padded_queries,
+                padded_keys, parts, D, DV, BD, BV, M, ROAD, HEADS, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
+                PRECISION, BM, BN,
+            )  # fmt: skip
+
+
+@triton.jit
 def key_step(
-    start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_delta, p_seed, i_bh, i_n, offset, scale,
-    threshold, inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    HIDE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, p_seed, i_bh, i_n,
+    offset, scale, threshold, inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, HIDE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dk, dv and dlog_w, keys down and queries across; on the light road dlog_w lacks its w.
 
-    `w` are the w of the light road, the log_w of the others.
+    `w` are the w of the light road, the log_w of the others. `dw` has a vector per component, or with narrow mixing is
+    one block of columns.
     """
     o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
     b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, MASKED)  # [BM, BD]
     b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, MASKED)  # [BM, BV]
     lse, delta = load_vector(p_rows, start, BM), load_vector(p_delta, start, BM)
-    rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, start, padded_queries, BM, M)
+    if NARROW:
+        rows = load_vectors(p_narrow, start, padded_queries, BM, M)
+    else:
+        rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, start, padded_queries, BM, M)
     s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
     if CAUSAL and MASKED:
         s = tl.where(o_n[:, None] <= o_m[None, :] + offset, s, NEVER)
     slope = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
-    keep = 0
+    drop = 1.0
     if DROPOUT:
-        keep = kept(p_seed, i_bh, o_m[None, :], o_n[:, None], threshold)
-        slope = tl.where(keep, slope * inverse_keep, 0.0)
+        drop = dropout(p_seed, i_bh, start, i_n * BN, threshold, inverse_keep, True, BM, BN)
+        slope *= drop
     slope -= delta[None, :]
     new = ()
     if ROAD == LIGHT:
         if HIDE:
             s += hide[:, None]
         e = tl.exp2(s * scale - lse[None, :])
+        g = e * slope
+        if NARROW:
+            e, g = (e * drop).to(b_q.dtype), g.to(b_q.dtype)
+            b_r = load_tile(p_columns, start, padded_queries, COLUMNS, BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
+            new = new + (tl.dot(g, b_r, dw[0]),)
+        else:
+            new = new + (dw[0] + tl.sum(g, 1),)
+            for r in tl.static_range(1, M):
+                new = new + (dw[r] + tl.sum(g * rows[r][None, :], 1),)
         mix = mixed(rows, w, True, M)
-        p, g = e * mix, e * slope
-        new = new + (dw[0] + tl.sum(g, 1),)
-        for r in tl.static_range(1, M):
-            new = new + (dw[r] + tl.sum(g * rows[r][None, :], 1),)
-        ds = g * mix
+        p, ds = e * mix, g * mix
     elif ROAD == HARD:
         best, won = best_bid(slope, rows, w, True, M)
         p = tl.exp2(s * scale + best - lse[None, :])
@@ -336,28 +466,24 @@ def key_step(
             part *= slope
             ds += part
             new = new + (dw[r] + tl.sum(part, 1),)
-    if DROPOUT:
-        p = tl.where(keep, p * inverse_keep, 0.0)
+    if DROPOUT and not NARROW:
+        p *= drop
     b_dv = tl.dot(p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
     b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     return b_dk, b_dv, new
 
 
 @triton.jit
-def key_kernel(
-    Q, K, SHIFT, V, KEYS, ROWS, WORST, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, scale, threshold, inverse_keep,
-    inverse_variance,
-    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen,
-    H, num_queries, num_keys, padded_queries, padded_keys, flags, query_parts, parts,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, FLAGS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def key_block(
+    i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, DELTA, DK, DV_, DLW,
+    PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn,
+    sdb, sdh, sdn, seb, seh, sen, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts,
+    parts, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
+    HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
+    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dshift and dlog_prior."""
-    blocks = padded_keys // BN
-    i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    if other_road(WORST, i_bh, flags, ROAD, FLAGS):
-        return
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
@@ -373,30 +499,36 @@ def key_kernel(
 
     begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, CAUSAL, BM, BN)
     b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
-    dw = zeros_tuple([BN], M)
+    mixing, p_narrow, p_columns = w, NARROW_ROWS, ROW_COLUMNS
+    if NARROW:
+        mixing = cast_tuple(w, b_k.dtype, M)
+        p_narrow += i_bh.to(tl.int64) * M * padded_queries
+        p_columns += i_bh.to(tl.int64) * COLUMNS * padded_queries
+        dw = zeros_tuple([BN, COLUMNS], 1)
+    else:
+        dw = zeros_tuple([BN], M)
     if CAUSAL:
         for start in range(begin, visible, BM):
             b_dk, b_dv, dw = key_step(
-                start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale,
-                threshold,
-                inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, CAUSAL, True,
-                KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
+                start, b_k, b_v, b_dk, b_dv, dw, hide, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED,
+                i_bh, i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV,
+                M, ROAD, CAUSAL, True, KEY_MASK or not EVEN, DROPOUT, PRECISION, NARROW, BM, BN,
             )  # fmt: skip
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
-            start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale,
-            threshold,
-            inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, CAUSAL, False,
-            KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
+            start, b_k, b_v, b_dk, b_dv, dw, hide, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED, i_bh,
+            i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD,
+            CAUSAL, False, KEY_MASK or not EVEN, DROPOUT, PRECISION, NARROW, BM, BN,
         )  # fmt: skip
     if not EVEN:
         for start in range(tl.maximum(visible, whole), stop, BM):
             b_dk, b_dv, dw = key_step(
-                start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_delta, SEED, i_bh, i_n, offset, scale,
-                threshold,
-                inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, CAUSAL, True,
-                KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
+                start, b_k, b_v, b_dk, b_dv, dw, hide, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED,
+                i_bh, i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV,
+                M, ROAD, CAUSAL, True, KEY_MASK or not EVEN, DROPOUT, PRECISION, NARROW, BM, BN,
             )  # fmt: skip
+    if NARROW:
+        dw = split_columns(dw[0], M)
     dlog_w = ()
     if ROAD == HARD:  # the first component has what the others leave of the whole
         rest = dw[0]
@@ -410,6 +542,7 @@ def key_kernel(
             dlog_w = dlog_w + (dw[r] * w[r] if ROAD == LIGHT else dw[r],)
 
     p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * (BD + 1)
+    b_k = load_tile(K + i_b * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True, True)
     for r in tl.static_range(M):
         b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
         pull = dlog_w[r][:, None] * (b_k.to(tl.float32) + b_b[None, :])
@@ -420,3 +553,41 @@ def key_kernel(
             tl.store(DLW + (i_bh.to(tl.int64) * M + r) * num_keys + o_n, dlog_w[r], mask=o_n < num_keys)
     store_tile(DK + i_b * sdb + i_h * sdh, b_dk * inverse_variance, i_n * BN, num_keys, sdn, BN, D, BD)
     store_tile(DV_ + i_b * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)
+
+
+@triton.jit
+def key_kernel(
+    Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, scale,
+    threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh,
+    sdn, seb, seh, sen, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
+    HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
+    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
+    blocks, groups = padded_keys // BN, BATCHES * H
+    if HEADS == FAR:
+        if any_far(FAR_HEADS, groups, 128):
+            for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
+                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_n = i_block
+                if is_far(FAR_HEADS, i_bh):
+                    key_block(
+                        i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO,
+                        DELTA, DK, DV_, DLW, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb,
+                        skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, BATCHES, section, H,
+                        num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD,
+                        HEADS, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, POSITIONS, PRECISION, BM, BN,
+                    )  # fmt: skip
+    else:
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_n = i_block
+        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+            key_block(
+                i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, DELTA, DK,
+                DV_, DLW, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb,
+                svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, BATCHES, section, H, num_queries, num_keys,
+                padded_queries, padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD, HEADS, NARROW, CAUSAL, EVEN,
+                SPANS, KEY_MASK, DROPOUT, POSITIONS, PRECISION, BM, BN,
+            )  # fmt: skip

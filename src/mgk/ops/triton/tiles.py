@@ -13,24 +13,25 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+    registers: int | None = None  # a cap per thread, where one more program on a multiprocessor pays for it
 
 
 # (family, pass, block width) -> tile, for half precision on compute capability 9.0
 TABLE: dict[tuple[str, str, int], Tile] = {
     ("shifted", "forward", 16): Tile(128, 64, 4, 3),
-    ("shifted", "forward", 32): Tile(64, 128, 4, 3),
-    ("shifted", "forward", 64): Tile(64, 128, 4, 3),
-    ("shifted", "forward", 128): Tile(128, 64, 8, 2),
-    ("shifted", "query", 16): Tile(64, 64, 4, 3),
-    ("shifted", "query", 32): Tile(64, 128, 4, 3),
+    ("shifted", "forward", 32): Tile(128, 64, 4, 3),
+    ("shifted", "forward", 64): Tile(128, 64, 4, 3),
+    ("shifted", "forward", 128): Tile(128, 128, 8, 2),
+    ("shifted", "query", 16): Tile(128, 64, 4, 3),
+    ("shifted", "query", 32): Tile(64, 64, 4, 3),
     ("shifted", "query", 64): Tile(64, 64, 4, 3),
     ("shifted", "query", 128): Tile(128, 64, 8, 2),
-    ("shifted", "key", 16): Tile(32, 128, 4, 3),
-    ("shifted", "key", 32): Tile(64, 64, 4, 3),
+    ("shifted", "key", 16): Tile(32, 64, 4, 3),
+    ("shifted", "key", 32): Tile(32, 64, 4, 3, 128),
     ("shifted", "key", 64): Tile(64, 64, 4, 3),
     ("shifted", "key", 128): Tile(64, 128, 8, 2),
     ("mixture", "forward", 16): Tile(128, 64, 4, 3),
-    ("mixture", "forward", 32): Tile(64, 128, 4, 3),
+    ("mixture", "forward", 32): Tile(128, 64, 4, 3),
     ("mixture", "forward", 64): Tile(128, 64, 4, 3),
     ("mixture", "forward", 128): Tile(128, 64, 8, 2),
     ("mixture", "query", 16): Tile(64, 64, 4, 3),
