@@ -1,0 +1,206 @@
+"""Batches as pure functions of the step: a run can stop, resume, or go on many processes, and sees the same data.
+
+n examples, B examples of a batch over all processes, N tokens of its rows.
+
+Training reads an endless line of examples, epoch after epoch, each epoch a permutation drawn from (seed, epoch), and
+step k is its k-th piece of B. So all batches have B examples, and each epoch has every example once, also where B does
+not divide n: a batch may then hold the end of one epoch and the start of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from mgk.data.splits import AnySplit, Array, Batch, Stream
+from mgk.ops.arguments import check_count, check_flag, describe
+
+BUCKET_BATCHES = 50  # examples are sorted by length among those of so many batches: like lengths, and still random
+
+
+class Batches:
+    """`batches[step]` for any step >= 0: the same whatever was asked before.
+
+    With `bucket`, examples of like length share a batch. Rows are padded to the longest of the batch rounded up to a
+    multiple of `pad_multiple`, and cut at `max_length`. Of `world` processes, number `rank` gets its B / world rows.
+
+    A `Stream` is cut into B tracks of equal length, and step k gives the k-th window of `max_length` tokens of each;
+    there `seed`, `bucket` and `pad_multiple` mean nothing.
+    """
+
+    def __init__(
+        self,
+        split: AnySplit,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        max_length: int | None = None,
+        bucket: bool = True,
+        pad_multiple: int = 1,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.split, self.batch_size, self.seed = split, check_count("batch_size", batch_size), seed
+        self.bucket = check_flag("bucket", bucket)
+        self.max_length, self.pad_multiple = max_length, check_count("pad_multiple", pad_multiple)
+        self.rank, self.world = _check_rank(rank, world), world
+        if batch_size % world:
+            raise ValueError(f"batch_size: expected a multiple of world = {world}, got {batch_size}")
+        if seed < 0:
+            raise ValueError(f"seed: expected at least 0, got {seed}")
+        if isinstance(split, Stream):
+            self.track = (len(split) - 1) // batch_size
+            self.windows = self.track // _check_context(max_length)
+            if self.windows < 1:
+                raise ValueError(
+                    f"batch_size: expected at most the {(len(split) - 1) // _check_context(max_length)} windows of "
+                    f"{max_length} tokens that the text has, got {batch_size}"
+                )
+        else:
+            if max_length is not None:
+                check_count("max_length", max_length)
+            if len(split) == 0:
+                raise ValueError("split: expected at least one example, got none")
+            self.lengths = split.lengths
+        self._orders: dict[int, Array] = {}  # of the last two epochs read
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.windows if isinstance(self.split, Stream) else len(self.split) / self.batch_size
+
+    def __getitem__(self, step: int) -> Batch:
+        if step < 0:
+            raise ValueError(f"step: expected at least 0, got {step}")
+        mine = slice(*(self.batch_size // self.world * r for r in (self.rank, self.rank + 1)))
+        if isinstance(self.split, Stream):
+            length = _check_context(self.max_length)
+            starts = np.arange(self.batch_size) * self.track + step % self.windows * length
+            return self.split.batch(starts[mine], length)
+        rows = self.rows(step)
+        return self.split.batch(rows[mine], _row_length(self.lengths[rows], self.max_length, self.pad_multiple))
+
+    def rows(self, step: int) -> Array:
+        """(B,): the examples of a step, over all processes."""
+        place = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        epoch, index = place // len(self.lengths), place % len(self.lengths)
+        return np.concatenate([self._order(e)[index[epoch == e]] for e in np.unique(epoch).tolist()])
+
+    def _order(self, epoch: int) -> Array:
+        """(n,): the examples of an epoch in the order in which they are read."""
+        if epoch not in self._orders:
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+            self._orders[epoch] = self._draw(epoch)
+        return self._orders[epoch]
+
+    def _draw(self, epoch: int) -> Array:
+        random = np.random.default_rng([self.seed, epoch])
+        order = random.permutation(len(self.lengths))
+        if not self.bucket:
+            return order
+        size = self.batch_size
+        head = min(-epoch * len(order) % size, len(order))  # what fills the last batch of the epoch before
+        whole = (len(order) - head) // size
+        middle = order[head : head + whole * size]
+        for start in range(0, len(middle), BUCKET_BATCHES * size):
+            window = middle[start : start + BUCKET_BATCHES * size]
+            window[:] = window[np.argsort(self.lengths[window], kind="stable")]
+        middle[:] = random.permutation(middle.reshape(whole, size)).reshape(-1)
+        return order
+
+
+class Evaluation:
+    """A split once, as a list of batches in order of length: every example in one batch of one process.
+
+    All processes get as many batches, and none an empty one: fewer examples than processes at the end join the batch
+    before. `limit` takes so many examples, evenly spread. A `Stream` is cut into windows of `max_length` tokens that do
+    not overlap; what is left at its end, less than one window, is not read.
+    """
+
+    def __init__(
+        self,
+        split: AnySplit,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        pad_multiple: int = 1,
+        limit: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.split, self.batch_size = split, check_count("batch_size", batch_size)
+        self.max_length, self.pad_multiple = max_length, check_count("pad_multiple", pad_multiple)
+        self.rank, self.world = _check_rank(rank, world), world
+        if isinstance(split, Stream):
+            context = _check_context(max_length)
+            starts = np.arange(0, len(split) - context, context)
+            self.lengths, self.items = np.full(len(starts), context), starts
+        else:
+            self.lengths, self.items = split.lengths, np.arange(len(split))
+        if batch_size < world:
+            raise ValueError(f"batch_size: expected at least world = {world}, got {batch_size}")
+        places = np.arange(len(self.items))
+        if limit is not None and check_count("limit", limit) < len(places):
+            places = np.arange(limit) * len(places) // limit
+        if len(places) < world:
+            raise ValueError(f"world: expected at most one process for each of {len(places)} examples, got {world}")
+        self.order = places[np.argsort(self.lengths[places], kind="stable")]
+        whole, rest = divmod(len(places), batch_size)
+        self.count = max(1, whole + (rest >= world))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, step: int) -> Batch:
+        if not 0 <= step < self.count:
+            raise IndexError(f"step: expected 0 to {self.count - 1}, got {step}")
+        stop = (step + 1) * self.batch_size if step < self.count - 1 else len(self.order)
+        rows = self.order[step * self.batch_size : stop]
+        length = _row_length(self.lengths[rows], self.max_length, self.pad_multiple)
+        return self.split.batch(self.items[np.array_split(rows, self.world)[self.rank]], length)
+
+
+evaluation = Evaluation  # reads as what it does: `for batch in evaluation(split, 32)`
+
+
+def stream(
+    batches: Batches | Evaluation, start: int = 0, stop: int | None = None, *, workers: int = 0, pin: bool = False
+) -> Iterator[Batch]:
+    """`batches[start], ..., batches[stop - 1]` in this order, made ahead by `workers` processes.
+
+    With `pin`, in page-locked memory, from which a copy to the GPU does not block. No global random state is touched.
+    """
+    if stop is None:
+        if isinstance(batches, Batches):
+            raise ValueError("stop: expected a step, as training batches have no end, got None")
+        stop = len(batches)
+    loader: torch.utils.data.DataLoader[Batch] = torch.utils.data.DataLoader(
+        batches,  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=range(start, stop),
+        num_workers=workers,
+        pin_memory=pin,
+        prefetch_factor=4 if workers else None,
+        generator=torch.Generator(),  # else it draws from the global one, and a resumed run would differ
+    )
+    return iter(loader)
+
+
+def _row_length(lengths: Array, max_length: int | None, pad_multiple: int) -> int:
+    longest = max(1, int(lengths.max()))
+    padded = -(-longest // pad_multiple) * pad_multiple
+    return padded if max_length is None else min(padded, max_length)
+
+
+def _check_rank(rank: int, world: int) -> int:
+    check_count("world", world)
+    if not 0 <= rank < world:
+        raise ValueError(f"rank: expected 0 to {world - 1} for world = {world}, got {describe(rank)}")
+    return rank
+
+
+def _check_context(max_length: int | None) -> int:
+    if max_length is None:
+        raise ValueError("max_length: expected the number of tokens of a window of the text, got None")
+    return check_count("max_length", max_length)

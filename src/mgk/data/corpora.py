@@ -1,0 +1,113 @@
+"""Long texts for language models: WikiText, plain articles at word level, enwik8 at byte level."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+import numpy as np
+
+from mgk.data.sources import Source
+from mgk.data.splits import Array, Stream
+from mgk.data.store import Built, DataError
+
+END, UNKNOWN = "<eos>", "<unk>"
+PIECE = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")  # a word, with its apostrophes, or one sign
+
+Lines = Iterator[list[str]]
+
+
+def build_wikitext_103(source: Source) -> Built:
+    return _wikitext(source, "wikitext-103")
+
+
+def build_wikitext_2(source: Source) -> Built:
+    return _wikitext(source, "wikitext-2")
+
+
+def _wikitext(source: Source, name: str) -> Built:
+    """Words are what stands between spaces, every line ends with <eos>, the vocabulary is that of the training text."""
+
+    def lines(file: str) -> Lines:
+        if source.hub:
+            rows = source.hub_rows("Salesforce/wikitext", f"{name}-v1", split=file.replace("valid", "validation"))
+            yield from (row["text"].split() for row in rows)
+        else:
+            with source.text(source.require(f"wiki.{file}.tokens")) as text:
+                yield from (line.split() for line in text)
+
+    return word_level(lambda: lines("train"), lambda: lines("valid"), lambda: lines("test"))
+
+
+def build_articles(source: Source, *, held_out: int = 60, min_count: int = 3, max_vocabulary: int = 267_735) -> Built:
+    """JSON lines with a field `text`. The last `held_out` articles are the test set, those before them the dev set.
+
+    Words and signs are separate tokens, case is kept, and a line that is not empty ends with <eos>. Words seen less
+    than `min_count` times in the training part are <unk>, as in WikiText.
+    """
+    path = source.require("*.jsonl")
+    try:
+        articles = [row["text"] for row in source.json_lines(path)]
+    except (KeyError, TypeError):
+        raise DataError(f"{path}: expected a field text in every line; {source.advice}") from None
+    if not 0 < 2 * held_out < len(articles):
+        raise DataError(f"held_out: expected at least 1 and less than half of {len(articles)} articles, got {held_out}")
+
+    def lines(start: int | None, stop: int | None) -> Lines:
+        for article in articles[start:stop]:
+            yield from filter(None, (PIECE.findall(line) for line in article.splitlines()))
+
+    return word_level(
+        lambda: lines(None, -2 * held_out),
+        lambda: lines(-2 * held_out, -held_out),
+        lambda: lines(-held_out, None),
+        min_count,
+        max_vocabulary,
+    )
+
+
+def word_level(
+    train: Callable[[], Lines],
+    dev: Callable[[], Lines],
+    test: Callable[[], Lines],
+    min_count: int = 1,
+    max_vocabulary: int | None = None,
+) -> Built:
+    """Numbers for words: <eos>, <unk>, then those of the training text, frequent ones first, for adaptive softmax."""
+    if max_vocabulary is not None and max_vocabulary < 3:
+        raise DataError(f"max_vocabulary: expected at least 3, got {max_vocabulary}")
+    counts: Counter[str] = Counter()
+    for line in train():
+        counts.update(line)
+    frequent = (
+        (-number, word) for word, number in counts.items() if number >= min_count and word not in (END, UNKNOWN)
+    )
+    words = [END, UNKNOWN, *(word for _, word in sorted(frequent))][:max_vocabulary]
+    streams = {"train": train, "dev": dev, "test": test}
+    facts = {"vocabulary": len(words), "level": "words"}
+    return Built({split: Stream(encode(lines(), words)) for split, lines in streams.items()}, facts, words)
+
+
+class _Numbers(dict[str, int]):
+    def __missing__(self, word: str) -> int:
+        return self[UNKNOWN]
+
+
+def encode(lines: Lines, words: list[str]) -> Array:
+    """Every line's words and an <eos>."""
+    number = _Numbers({word: index for index, word in enumerate(words)})
+    dtype = np.uint16 if len(words) <= 1 << 16 else np.int32
+    return np.fromiter(chain.from_iterable(chain(map(number.__getitem__, line), (0,)) for line in lines), dtype)
+
+
+def build_enwik8(source: Source) -> Built:
+    """Bytes as they are; the last twentieth is the test set, the one before it the dev set."""
+    with source.open(source.require("enwik8")) as file:
+        content = np.frombuffer(file.read(), np.uint8)
+    cut = len(content) // 20
+    if cut == 0:
+        raise DataError(f"enwik8: expected at least 20 bytes, got {len(content)}; {source.advice}")
+    splits = {"train": content[: -2 * cut], "dev": content[-2 * cut : -cut], "test": content[-cut:]}
+    return Built({name: Stream(part) for name, part in splits.items()}, {"vocabulary": 256, "level": "bytes"})

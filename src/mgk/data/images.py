@@ -1,0 +1,140 @@
+"""Images: Fashion-MNIST, CIFAR-10, and LRA's Image task.
+
+n images, H, W, C height, width, channels.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mgk.data.sources import Source
+from mgk.data.splits import Array, Images, Sequences
+from mgk.data.store import Built, DataError
+from mgk.data.text import hold_out
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
+CIFAR_FILE = r"(data_batch_\d|test_batch)(\.bin)?$"
+ARRAY_PARTS = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}  # of a pickle
+GREY = np.array([0.2989, 0.5870, 0.1140])  # as TensorFlow, which LRA used
+
+Labelled = tuple[Array, Array]
+
+
+def build_fashion_mnist(source: Source, *, held_out: int = 5_000) -> Built:
+    if source.given is None and DEBIAN.is_dir():
+        source.places.append(DEBIAN)
+    train, test = (
+        (_idx(source, f"{part}-images-idx3-ubyte")[..., None], _idx(source, f"{part}-labels-idx1-ubyte"))
+        for part in ("train", "t10k")
+    )
+    return _images(train, test, held_out)
+
+
+def build_cifar10(source: Source, *, held_out: int = 5_000) -> Built:
+    return _images(*_cifar(source), held_out)
+
+
+def build_lra_image(source: Source, *, held_out: int = 5_000) -> Built:
+    """Grey pixels, row by row, as tokens: pixel + 1, as 0 is padding."""
+    (pixels, labels), (test_pixels, test_labels) = _cifar(source)
+    train, test = _pixel_rows(pixels, labels), _pixel_rows(test_pixels, test_labels)
+    kept, dev = hold_out(len(train), _check_held_out(held_out, len(train)))
+    facts = {"vocabulary": 257, "classes": 10, "shift": 1}
+    return Built({"train": train.select(kept), "dev": train.select(dev), "test": test}, facts)
+
+
+def _images(train: Labelled, test: Labelled, held_out: int) -> Built:
+    kept, dev = hold_out(len(train[0]), _check_held_out(held_out, len(train[0])))
+    chosen = train[0][kept].reshape(-1, train[0].shape[-1])
+    mean, std = (tuple((part / 255).tolist()) for part in (chosen.mean(0), chosen.std(0)))
+    return Built(
+        {
+            "train": Images(train[0][kept], train[1][kept], mean, std),
+            "dev": Images(train[0][dev], train[1][dev], mean, std),
+            "test": Images(*test, mean, std),
+        },
+        {"classes": 10, "image": list(test[0].shape[1:]), "mean": mean, "std": std},
+    )
+
+
+def _check_held_out(held_out: int, count: int) -> int:
+    if not 0 < held_out < count:
+        raise DataError(f"held_out: expected 1 to {count - 1} of the {count} training images, got {held_out}")
+    return held_out
+
+
+def _pixel_rows(pixels: Array, labels: Array) -> Sequences:
+    grey = (pixels @ GREY / 255 * 255.5).astype(np.uint8)  # TensorFlow's conversion to whole numbers
+    offsets = np.arange(len(grey) + 1, dtype=np.int64) * grey[0].size
+    return Sequences(grey.reshape(-1), offsets, shift=1, labels=labels)
+
+
+def _idx(source: Source, name: str) -> Array:
+    """The format of MNIST: two zeros, 8 for bytes, the number of dimensions, then each as a big-endian number."""
+    path = source.require(name)
+    with source.open(path) as file:
+        content = file.read()
+    start = 4 + 4 * content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 4
+    shape = [int.from_bytes(content[i : i + 4]) for i in range(4, start, 4)]
+    body = np.frombuffer(content[start:], np.uint8)
+    if not shape or len(body) != math.prod(shape):
+        raise DataError(
+            f"{path}: expected an idx file of bytes, got {len(content)} bytes of something else; {source.advice}"
+        )
+    return body.reshape(shape)
+
+
+def _cifar(source: Source) -> tuple[Labelled, Labelled]:
+    """Training and test images (n,32,32,3) from the archive or its folder, the Python or the binary version."""
+    path = source.find("cifar-10-batches-py", "cifar-10-batches-bin", folder=True) or source.find(
+        "cifar-10-python.tar", "cifar-10-binary.tar"
+    )
+    path = path or source.place("test_batch") or source.place("test_batch.bin")
+    if path is None:
+        source.missing("cifar-10-python.tar.gz or cifar-10-batches-py")
+    batches: dict[str, Labelled] = {}
+    for name, content in source.members(path, CIFAR_FILE):
+        match = re.search(CIFAR_FILE, name)
+        if match is not None:
+            batches[match[1]] = _cifar_binary(content) if match[2] else _cifar_pickle(content, name)
+    names = sorted(batches)
+    if "test_batch" not in names or len(names) < 2:
+        source.missing(f"data_batch_1 and test_batch under {path}")
+    train = [batches[name] for name in names if name != "test_batch"]
+    return (np.concatenate([p for p, _ in train]), np.concatenate([y for _, y in train])), batches["test_batch"]
+
+
+def _cifar_binary(content: bytes) -> Labelled:
+    rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3072)
+    return _channels_last(rows[:, 1:]), rows[:, 0]
+
+
+def _cifar_pickle(content: bytes, name: str) -> Labelled:
+    try:
+        batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+        return _channels_last(batch[b"data"]), np.array(batch[b"labels"], np.uint8)
+    except (pickle.UnpicklingError, KeyError, TypeError, ValueError, EOFError) as error:
+        raise DataError(f"{name}: expected a batch of CIFAR-10 ({error})") from None
+
+
+def _channels_last(rows: Array) -> Array:
+    return np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Plain values and NumPy arrays: a pickle can name any function to call, and these are all that this one may."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2
+            return codecs.encode
+        if module.split(".")[0] == "numpy" and name in ARRAY_PARTS:
+            return ARRAY_PARTS[name]
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")

@@ -1,0 +1,236 @@
+"""The sets by name: what each is, where to get it, how it is prepared."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mgk.data import corpora, images, listops, store, text
+from mgk.data.sources import DAMAGED, Source
+from mgk.data.splits import thinned
+from mgk.data.store import Built, DataError, Prepared
+from mgk.ops.arguments import check_count
+from mgk.ops.arguments import describe as describe_value
+
+
+@dataclass(frozen=True)
+class Description:
+    """A set that can be prepared."""
+
+    name: str
+    summary: str
+    origin: str
+    """Where to get the raw files."""
+    build: Callable[..., Built]
+    folders: tuple[str, ...] = ()
+    """Names of the folder in which the raw files usually lie."""
+    version: int = 1
+    """Of the preparation: raise it when the arrays change."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `prepare` and `load` take for this set, and the defaults."""
+        parameters = inspect.signature(self.build).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | {"limit": None}
+
+    def command(self, options: dict[str, Any], source: str = "") -> str:
+        given = [f"--{name.replace('_', '-')} {_typed(value)}" for name, value in options.items()]
+        return " ".join(["mgk data prepare", self.name, *given, *([source] if source else [])])
+
+
+_LRA = "unpack lra_release.gz of github.com/google-research/long-range-arena"
+_WIKITEXT = (
+    "unpack {} (wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens), or use --source hub to load it with `datasets`"
+)
+_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html"
+_CIFAR_FOLDERS = ("cifar10", "cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin")
+
+SETS = {
+    each.name: each
+    for each in (
+        Description(
+            "listops",
+            "LRA ListOps: nested operators on digits, 10 classes; generated, or LRA's files with --source",
+            f"leave out --source to generate it, or {_LRA}",
+            listops.build,
+            ("listops-1000", "lra_release/listops-1000", "lra_release/lra_release/listops-1000", "listops"),
+        ),
+        Description(
+            "imdb",
+            "LRA Text: IMDb reviews as bytes, 2 classes",
+            "get aclImdb_v1.tar.gz from ai.stanford.edu/~amaas/data/sentiment, or use --source hub to load it with "
+            "`datasets`",
+            text.build_imdb,
+            ("imdb", "aclImdb"),
+        ),
+        Description(
+            "aan",
+            "LRA Retrieval: pairs of ACL Anthology papers as bytes, 2 classes; LRA's files",
+            _LRA,
+            text.build_aan,
+            ("aan", "tsv_data", "lra_release/tsv_data", "lra_release/lra_release/tsv_data"),
+        ),
+        Description(
+            "aan-rebuilt",
+            "Pairs of ACL Anthology papers as bytes, 2 classes; made from papers and citations, no paper in two splits",
+            "put papers.jsonl (id, text) and citations.tsv (citing, cited) in one folder",
+            text.build_aan_rebuilt,
+            ("aan-rebuilt", "aan"),
+        ),
+        Description(
+            "wikitext-103",
+            "WikiText-103: words of good Wikipedia articles, vocabulary 267,735",
+            _WIKITEXT.format("wikitext-103-v1.zip"),
+            corpora.build_wikitext_103,
+            ("wikitext-103",),
+        ),
+        Description(
+            "wikitext-2",
+            "WikiText-2: the small one, vocabulary 33,278",
+            _WIKITEXT.format("wikitext-2-v1.zip"),
+            corpora.build_wikitext_2,
+            ("wikitext-2",),
+        ),
+        Description(
+            "enwiki",
+            "Plain-text articles (JSON lines with `text`) at word level, vocabulary from its training part",
+            "put a file articles.jsonl with one object with a field `text` per line in a folder",
+            corpora.build_articles,
+            ("enwiki",),
+        ),
+        Description(
+            "enwik8",
+            "The first 10^8 bytes of English Wikipedia, as bytes, 90/5/5",
+            "get enwik8.zip from mattmahoney.net/dc",
+            corpora.build_enwik8,
+            ("enwik8",),
+        ),
+        Description(
+            "fashion-mnist",
+            "Fashion-MNIST: 28 x 28 grey images, 10 classes",
+            "type: apt install dataset-fashion-mnist, or get the four idx.gz files of "
+            "github.com/zalandoresearch/fashion-mnist",
+            images.build_fashion_mnist,
+            ("fashion-mnist",),
+        ),
+        Description(
+            "cifar10", "CIFAR-10: 32 x 32 colour images, 10 classes", _CIFAR, images.build_cifar10, _CIFAR_FOLDERS
+        ),
+        Description(
+            "lra-image",
+            "LRA Image: CIFAR-10 as 1,024 grey pixels in a row, 10 classes",
+            _CIFAR,
+            images.build_lra_image,
+            ("lra-image", *_CIFAR_FOLDERS),
+        ),
+    )
+}
+
+
+def names() -> tuple[str, ...]:
+    return tuple(SETS)
+
+
+def describe(name: str) -> Description:
+    if name not in SETS:
+        raise DataError(f"name: expected one of {', '.join(SETS)}, got {describe_value(name)}")
+    return SETS[name]
+
+
+def prepare(name: str, *, source: str | Path | None = None, root: str | Path | None = None, **options: Any) -> Path:
+    """Make the set ready, once: a sound one with the same options is kept; a source that is named is read again.
+
+    `source` is the folder or file with the raw files, or "hub"; without it they are looked for in $MGK_RAW and
+    `<root>/raw`. `limit` keeps so many examples (or tokens of a text) of each split, evenly spread; the other options
+    are those of `describe(name).options`.
+    """
+    what, chosen = describe(name), _chosen(name, options)
+    folder, command = _folder(name, root, chosen), what.command(chosen)
+    with store.locked(folder):
+        if source is None:
+            try:
+                if _current(store.read(folder, command, verify=True), what):
+                    return folder
+            except DataError:
+                pass  # absent or damaged: it is made anew
+        advice = f"{what.origin}; then type: {what.command(chosen, '--source PATH')}"
+        given = Path(source).expanduser() if source is not None else None
+        raw = Source(name, given, folder.parent, what.folders, advice)
+        limit = chosen.get("limit")
+        try:
+            built = what.build(raw, **{option: value for option, value in chosen.items() if option != "limit"})
+        except DAMAGED as error:
+            file, reason = next(reversed(raw.used), "a raw file"), str(error).splitlines()[0]
+            raise DataError(f"{name}: {file} is damaged ({reason}); {advice}") from None
+        built = replace(
+            built,
+            splits={split: thinned(examples, limit) for split, examples in built.splits.items()},
+            origin=built.origin | ({"files": raw.used} if raw.used else {}),
+        )
+        manifest = {"name": name, "version": what.version, "options": what.options | chosen}
+        store.write(folder, built, manifest)
+    return folder
+
+
+def load(name: str, *, root: str | Path | None = None, verify: bool = False, **options: Any) -> Prepared:
+    """The set prepared with these options. Sizes of files are checked, and their sums too with `verify`."""
+    what, chosen = describe(name), _chosen(name, options)
+    folder, command = _folder(name, root, chosen), what.command(chosen)
+    found = store.read(folder, command, verify=verify)
+    if not _current(found, what):
+        raise DataError(
+            f"{folder} comes from version {found.manifest.get('version')} of its preparation, the present one is "
+            f"{what.version}; type: {command}"
+        )
+    return found
+
+
+def _current(found: Prepared, what: Description) -> bool:
+    return bool(found.manifest.get("version") == what.version)
+
+
+def _chosen(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that differ from the defaults, in the order of the defaults, each of its default's type."""
+    defaults = describe(name).options
+    for option in options:
+        if option not in defaults:
+            raise DataError(f"{option}: expected one of the options of {name}, {', '.join(defaults)}, got {option!r}")
+    chosen = {}
+    for option, default in defaults.items():
+        value = options.get(option, default)
+        if isinstance(value, list):
+            value = tuple(value)
+        if default is None and value is not None:
+            check_count(option, value)
+        elif default is not None and not _alike(value, default):
+            raise DataError(
+                f"{option}: expected {type(default).__name__} such as {default!r}, got {describe_value(value)}"
+            )
+        if min(value if isinstance(value, tuple) else (value or 0,)) < 0:
+            raise DataError(f"{option}: expected at least 0, got {value}")
+        if value != default:
+            chosen[option] = value
+    return chosen
+
+
+def _alike(value: object, default: object) -> bool:
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and len(value) == len(default) and all(map(_alike, value, default))
+    return type(value) is type(default)
+
+
+def _folder(name: str, root: str | Path | None, chosen: dict[str, Any]) -> Path:
+    """A set with other options is another set, and has a folder of its own."""
+    base = Path(root).expanduser() if root is not None else store.root()
+    if not chosen:
+        return base / name
+    return base / f"{name}-{hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]}"
+
+
+def _typed(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,120 @@
+"""Where the raw files of a set are, and how they are read: plain or compressed, from folders or archives."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from mgk.data.store import DataError, sha256
+
+COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zip")
+DAMAGED = (
+    EOFError,
+    lzma.LZMAError,
+    gzip.BadGzipFile,
+    zlib.error,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    UnicodeDecodeError,
+)
+
+
+class Source:
+    """The raw files of one set: looked for in some folders, opened whatever their compression, and remembered.
+
+    `given` is what the user named, a folder or a file. Without it: $MGK_RAW and `<root>/raw`. In each of them the files
+    may lie directly or in one of `folders`, the names under which the set is usually unpacked.
+    """
+
+    def __init__(self, name: str, given: Path | None, root: Path, folders: tuple[str, ...], advice: str) -> None:
+        self.name, self.given, self.advice = name, given, advice
+        self.hub = given == Path("hub") and not given.exists()
+        if given is not None and not self.hub and not given.exists():
+            raise DataError(f"source: {given} does not exist; {advice}")
+        environment = os.environ.get("MGK_RAW")
+        starts = [Path(environment).expanduser()] if environment else []
+        starts = [given] if given is not None else [*starts, root / "raw"]
+        self.places = [place for start in starts for place in (*(start / f for f in folders), start) if place.exists()]
+        self.looked = ", ".join(map(str, starts))
+        self.used: dict[str, dict[str, Any]] = {}
+
+    def find(self, *patterns: str, folder: bool = False) -> Path | None:
+        """The first file (or folder) that fits one of the patterns, also with the ending of a compressed file."""
+        for place in self.places:
+            for pattern in (f"{pattern}{ending}" for pattern in patterns for ending in COMPRESSED):
+                found = [place] if place.is_file() and place.match(pattern) else sorted(place.glob(pattern))
+                for path in found:
+                    if path.is_dir() if folder else path.is_file():
+                        return path
+        return None
+
+    def place(self, inside: str) -> Path | None:
+        """The first folder that has `inside`: where the user named the unpacked folder itself."""
+        return next((place for place in self.places if (place / inside).exists()), None)
+
+    def require(self, pattern: str) -> Path:
+        return self.find(pattern) or self.missing(pattern)
+
+    def missing(self, what: str) -> NoReturn:
+        raise DataError(f"{self.name}: no {what} in {self.looked}; {self.advice}")
+
+    def open(self, path: Path) -> IO[bytes]:
+        """The file's content, decompressed; it becomes part of what the manifest says the set was made from."""
+        self.used[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        if path.suffix == ".zip":
+            archive = zipfile.ZipFile(path)
+            return archive.open(archive.namelist()[0])
+        openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+        return openers.get(path.suffix, open)(path, "rb")  # type: ignore[no-any-return]
+
+    def text(self, path: Path) -> IO[str]:
+        return io.TextIOWrapper(self.open(path), encoding="utf-8", newline="\n")
+
+    def json_lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        with self.text(path) as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    raise DataError(f"{path}, line {number}: expected one JSON object; {self.advice}") from None
+
+    def hub_rows(self, *names: str, split: str) -> Iterable[dict[str, Any]]:
+        """A split of a set on the Hugging Face hub."""
+        try:
+            import datasets  # type: ignore[import-not-found]
+        except ImportError:
+            raise DataError(f"{self.name}: --source hub needs `datasets`; type: pip install 'mgk[data]'") from None
+        rows = datasets.load_dataset(*names, split=split)
+        self.used["/".join(("hub", *names, split))] = {"fingerprint": getattr(rows, "_fingerprint", None)}
+        return rows  # type: ignore[no-any-return]
+
+    def members(self, path: Path, keep: str) -> Iterator[tuple[str, bytes]]:
+        """Path and content of the files in a folder or tar archive whose path matches the pattern `keep`."""
+        wanted = re.compile(keep)
+        if path.is_file():
+            self.used[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            with tarfile.open(path) as archive:
+                for member in archive:
+                    if wanted.search(member.name) and (file := archive.extractfile(member)) is not None:
+                        yield member.name, file.read()
+            return
+        total, size = hashlib.sha256(), 0
+        for name in sorted(file.relative_to(path.parent).as_posix() for file in path.rglob("*") if file.is_file()):
+            if wanted.search(name):
+                content = (path.parent / name).read_bytes()
+                total.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+                size += len(content)
+                yield name, content
+        self.used[path.name] = {"bytes": size, "sha256": total.hexdigest()}

@@ -1,0 +1,232 @@
+"""What a prepared set holds, one class per kind of example, and how examples become a batch.
+
+n examples, B examples of a batch, N tokens of a row, T tokens in all; H, W, C height, width and channels of an image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Examples in arrays. A memory-mapped array is pickled as its path, so that a worker maps it and copies nothing."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: _Mapped(value.filename) if _is_whole_file(value) else value for name, value in state.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value.open() if isinstance(value, _Mapped) else value)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    path: Any
+
+    def open(self) -> Array:
+        return np.load(self.path, mmap_mode="r")  # type: ignore[no-any-return]
+
+
+def _is_whole_file(value: object) -> bool:  # a slice has another array as its base
+    return isinstance(value, np.memmap) and not isinstance(value.base, np.ndarray)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Split):
+    """Token rows of different lengths: row i is `tokens[offsets[i] : offsets[i + 1]] + shift`; 0 is padding."""
+
+    tokens: Array
+    """(T,), one row after the other."""
+    offsets: Array
+    """(n + 1,)"""
+    shift: int = 0
+    """1 where every byte may occur (text, pixels), so that 0 stays free for padding."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Array:
+        """(n,)"""
+        return np.diff(self.offsets)
+
+    def row(self, index: int) -> Array:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]].astype(np.int64) + self.shift
+
+    def padded(self, indices: Array, length: int) -> tuple[Tensor, Tensor]:
+        """Tokens and mask, (B,N) with N = `length`; longer rows are cut."""
+        tokens = np.zeros((len(indices), length), np.int64)
+        starts = self.offsets[indices]
+        kept = np.minimum(self.offsets[indices + 1] - starts, length)
+        for row, start, count in zip(tokens, starts, kept, strict=True):
+            row[:count] = self.tokens[start : start + count]
+        mask = np.arange(length) < kept[:, None]
+        return torch.from_numpy(tokens + self.shift * mask), torch.from_numpy(mask)
+
+    def rows(self, indices: Array) -> tuple[Array, Array]:
+        """The tokens and offsets of some rows."""
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[indices])])
+        parts = [self.tokens[self.offsets[i] : self.offsets[i + 1]] for i in indices]
+        return np.concatenate([self.tokens[:0], *parts]), offsets
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences(Documents):
+    """Token rows with a label each."""
+
+    labels: Array = field(kw_only=True)
+    """(n,)"""
+
+    def batch(self, indices: Array, length: int) -> Batch:
+        """tokens (B,N), mask (B,N) True at tokens, label (B,)"""
+        tokens, mask = self.padded(indices, length)
+        return {"tokens": tokens, "mask": mask, "label": _labels(self.labels[indices])}
+
+    def select(self, indices: Array) -> Sequences:
+        return Sequences(*self.rows(indices), shift=self.shift, labels=self.labels[indices])
+
+    def arrays(self) -> dict[str, Array]:
+        return {"tokens": self.tokens, "offsets": self.offsets, "labels": self.labels}
+
+    @classmethod
+    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
+        return cls(**arrays, shift=facts["shift"])
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs(Split):
+    """Pairs of documents with a label each; a document that is in several pairs is stored once."""
+
+    documents: Documents
+    pairs: Array
+    """(n, 2): which documents."""
+    labels: Array
+    """(n,)"""
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def lengths(self) -> Array:
+        """(n,): of the longer document, which is what a pair costs."""
+        return self.documents.lengths[self.pairs].max(1)  # type: ignore[no-any-return]
+
+    def batch(self, indices: Array, length: int) -> Batch:
+        """tokens (B,2,N), mask (B,2,N), label (B,)"""
+        tokens, mask = self.documents.padded(self.pairs[indices].reshape(-1), length)
+        shape = (len(indices), 2, length)
+        return {"tokens": tokens.view(shape), "mask": mask.view(shape), "label": _labels(self.labels[indices])}
+
+    def select(self, indices: Array) -> Pairs:
+        used, pairs = np.unique(self.pairs[indices], return_inverse=True)
+        documents = Documents(*self.documents.rows(used), shift=self.documents.shift)
+        return Pairs(documents, pairs.reshape(-1, 2).astype(self.pairs.dtype), self.labels[indices])
+
+    def arrays(self) -> dict[str, Array]:
+        documents = {"tokens": self.documents.tokens, "offsets": self.documents.offsets}
+        return documents | {"pairs": self.pairs, "labels": self.labels}
+
+    @classmethod
+    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
+        documents = Documents(arrays["tokens"], arrays["offsets"], facts["shift"])
+        return cls(documents, arrays["pairs"], arrays["labels"])
+
+
+@dataclass(frozen=True, eq=False)
+class Images(Split):
+    """Images with a label each. A batch is normalised with the mean and deviation of the training set."""
+
+    pixels: Array
+    """uint8 (n,H,W,C)"""
+    labels: Array
+    """(n,)"""
+    mean: tuple[float, ...]
+    """(C,), on the scale 0 to 1."""
+    std: tuple[float, ...]
+    """(C,)"""
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    @property
+    def lengths(self) -> Array:
+        """(n,): all cost the same."""
+        return np.full(len(self), int(np.prod(self.pixels.shape[1:3])))
+
+    def batch(self, indices: Array, length: int) -> Batch:
+        """pixels float32 (B,C,H,W), label (B,)"""
+        mean, std = (np.asarray(each, np.float32) for each in (self.mean, self.std))
+        pixels = (self.pixels[indices].astype(np.float32) / 255 - mean) / std
+        channels_first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+        return {"pixels": torch.from_numpy(channels_first), "label": _labels(self.labels[indices])}
+
+    def select(self, indices: Array) -> Images:
+        return Images(self.pixels[indices], self.labels[indices], self.mean, self.std)
+
+    def arrays(self) -> dict[str, Array]:
+        return {"pixels": self.pixels, "labels": self.labels}
+
+    @classmethod
+    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
+        return cls(**arrays, mean=tuple(facts["mean"]), std=tuple(facts["std"]))
+
+
+@dataclass(frozen=True, eq=False)
+class Stream(Split):
+    """One long text."""
+
+    tokens: Array
+    """(T,)"""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, starts: Array, length: int) -> Batch:
+        """tokens (B,N) from each start on, target (B,N): the token after each."""
+        rows = np.stack([self.tokens[start : start + length + 1] for start in starts]).astype(np.int64)
+        return {"tokens": torch.from_numpy(rows[:, :-1].copy()), "target": torch.from_numpy(rows[:, 1:].copy())}
+
+    def select(self, indices: Array) -> Stream:
+        """The first tokens, as many as there are indices: a text is cut, not thinned."""
+        return Stream(self.tokens[: len(indices)])
+
+    def arrays(self) -> dict[str, Array]:
+        return {"tokens": self.tokens}
+
+    @classmethod
+    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
+        return cls(**arrays)
+
+
+Examples = Sequences | Pairs | Images
+AnySplit = Examples | Stream
+KINDS: dict[str, type[AnySplit]] = {"sequences": Sequences, "pairs": Pairs, "images": Images, "stream": Stream}
+
+
+def join(first: Sequences, second: Sequences) -> Sequences:
+    """One after the other, in memory."""
+    tokens = np.concatenate([first.tokens, second.tokens])
+    offsets = np.concatenate([first.offsets, second.offsets[1:] + first.offsets[-1]])
+    return Sequences(tokens, offsets, first.shift, labels=np.concatenate([first.labels, second.labels]))
+
+
+def thinned(split: AnySplit, limit: int | None) -> AnySplit:
+    """At most `limit` examples, evenly spread: sources are often sorted by class."""
+    if limit is None or limit >= len(split):
+        return split
+    return split.select(np.arange(limit) * len(split) // limit)
+
+
+def _labels(labels: Array) -> Tensor:
+    return torch.from_numpy(labels.astype(np.int64))

@@ -1,0 +1,162 @@
+"""Texts as bytes: IMDb reviews (LRA Text) and pairs of ACL Anthology papers (LRA Retrieval).
+
+A byte b is the token b + 1, and 0 is padding. Texts are stored whole; a batch cuts them at its `max_length`.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from mgk.data.sources import Source
+from mgk.data.splits import Array, Documents, Pairs, Sequences
+from mgk.data.store import Built, DataError
+
+FACTS = {"vocabulary": 257, "classes": 2, "shift": 1}
+REVIEW = r"(train|test)/(pos|neg)/[^/]+\.txt$"
+
+Example = tuple[bytes, int]
+
+
+def build_imdb(source: Source, *, held_out: int = 2_500, max_length: int | None = None) -> Built:
+    """`held_out` training reviews, drawn once and for all, are the dev set; LRA itself has the test set for one.
+
+    The unpacked archive aclImdb, the archive itself, JSON lines (split, label, text), or the hub.
+    """
+    examples: dict[str, list[Example]] = {"train": [], "test": []}
+    for split, content, label in _reviews(source):
+        if split in examples:
+            examples[split].append((content, label))
+    if not all(examples.values()):
+        source.missing("reviews of both train and test")
+    train, test = (sequences(examples[split], max_length) for split in ("train", "test"))
+    if not 0 < held_out < len(train):
+        raise DataError(
+            f"held_out: expected 1 to {len(train) - 1} of the {len(train)} training reviews, got {held_out}"
+        )
+    kept, dev = hold_out(len(train), held_out)
+    return Built({"train": train.select(kept), "dev": train.select(dev), "test": test}, FACTS)
+
+
+def hold_out(count: int, held_out: int) -> tuple[Array, Array]:
+    """The numbers of the examples that stay and of those that are held out: random, and always the same."""
+    order = np.random.default_rng(0).permutation(count)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def _reviews(source: Source) -> Iterator[tuple[str, bytes, int]]:
+    if source.hub:
+        for split in ("train", "test"):
+            for row in source.hub_rows("stanfordnlp/imdb", split=split):
+                yield split, row["text"].encode(), row["label"]
+    elif path := source.find("*.jsonl"):
+        for row in source.json_lines(path):
+            try:
+                yield row["split"], row["text"].encode(), int(row["label"])
+            except (KeyError, TypeError, AttributeError):
+                raise DataError(f"{path}: expected the fields split, label and text; {source.advice}") from None
+    else:
+        path = (
+            source.find("aclImdb", folder=True)
+            or source.find("aclImdb_v1.tar", "aclImdb*.tar")
+            or source.place("train/pos")
+        )
+        if path is None:
+            source.missing("aclImdb, aclImdb_v1.tar.gz or *.jsonl")
+        for name, content in source.members(path, REVIEW):
+            split, label = re.search(REVIEW, name).groups()  # type: ignore[union-attr]
+            yield split, content, int(label == "pos")
+
+
+def build_aan(source: Source, *, max_length: int | None = None) -> Built:
+    """LRA's new_aan_pairs.{train,eval,test}.tsv: label, two ids, two texts, which stay as they are, as in LRA."""
+    files = {"train": "train", "dev": "eval", "test": "test"}
+    return Built(
+        {split: _pairs(_lra_pairs(source, f"new_aan_pairs.{file}.tsv"), max_length) for split, file in files.items()},
+        FACTS,
+    )
+
+
+def _lra_pairs(source: Source, file: str) -> Iterator[tuple[bytes, bytes, int]]:
+    path = source.require(file)
+    csv.field_size_limit(1 << 30)  # of a paper
+    with source.text(path) as lines:
+        for row in csv.reader(lines, delimiter="\t"):
+            try:
+                label, _, _, first, second = row
+                yield first.encode(), second.encode(), int(float(label))
+            except ValueError:
+                raise DataError(
+                    f"{path}: expected label, id, id, text, text with tabs between; {source.advice}"
+                ) from None
+
+
+def build_aan_rebuilt(
+    source: Source, *, shares: tuple[float, float] = (0.15, 0.25), seed: int = 0, max_length: int | None = None
+) -> Built:
+    """A task like LRA's from papers.jsonl and citations.tsv: does one paper cite the other?
+
+    Papers, not pairs, are dealt to the splits (`shares`: of dev and test), so that no paper is in two of them;
+    citations between splits are lost. Each citation has a partner of label 0: two papers of its split, neither citing
+    the other.
+    """
+    papers = {row["id"]: row["text"].encode() for row in source.json_lines(source.require("papers.jsonl"))}
+    with source.text(source.require("citations.tsv")) as lines:
+        rows = csv.DictReader(lines, delimiter="\t")
+        cited = sorted({(row["citing"], row["cited"]) for row in rows if row["citing"] != row["cited"]})
+    random = np.random.default_rng(seed)
+    ids = sorted(papers)
+    shuffled = [ids[i] for i in random.permutation(len(ids))]
+    cuts = [round(share * len(ids)) for share in (shares[0], sum(shares))]
+    members = {"dev": shuffled[: cuts[0]], "test": shuffled[cuts[0] : cuts[1]], "train": shuffled[cuts[1] :]}
+    linked = set(cited) | {(b, a) for a, b in cited}
+    splits = {}
+    for split in ("train", "dev", "test"):
+        inside = set(members[split])
+        positive = [(a, b) for a, b in cited if a in inside and b in inside]
+        if not positive:
+            raise DataError(
+                f"shares: expected at least one citation between papers of {split}, got none; {source.advice}"
+            )
+        negative = _strangers(members[split], linked, len(positive), random)
+        pairs = [(a, b, 1) for a, b in positive] + [(a, b, 0) for a, b in negative]
+        splits[split] = _pairs(((papers[a], papers[b], label) for a, b, label in pairs), max_length)
+    return Built(dict(splits), FACTS)
+
+
+def _strangers(
+    ids: list[str], linked: set[tuple[str, str]], count: int, random: np.random.Generator
+) -> list[tuple[str, str]]:
+    """`count` different pairs of papers that do not cite each other."""
+    found: dict[tuple[str, str], None] = {}
+    possible = len(ids) * (len(ids) - 1) - sum(a in set(ids) and b in set(ids) for a, b in linked)
+    while len(found) < min(count, possible):
+        first, second = (ids[i] for i in random.integers(0, len(ids), 2))
+        if first != second and (first, second) not in linked:
+            found[first, second] = None
+    return list(found)
+
+
+def sequences(examples: list[Example], max_length: int | None) -> Sequences:
+    tokens, offsets = _flat((content for content, _ in examples), max_length)
+    return Sequences(tokens, offsets, shift=1, labels=np.array([label for _, label in examples], np.uint8))
+
+
+def _pairs(rows: Iterable[tuple[bytes, bytes, int]], max_length: int | None) -> Pairs:
+    number: dict[bytes, int] = {}  # of each different text
+    pairs, labels = [], []
+    for first, second, label in rows:
+        pairs.append([number.setdefault(content[:max_length], len(number)) for content in (first, second)])
+        labels.append(label)
+    documents = Documents(*_flat(number, None), shift=1)
+    return Pairs(documents, np.array(pairs, np.int32).reshape(-1, 2), np.array(labels, np.uint8))
+
+
+def _flat(contents: Iterable[bytes], max_length: int | None) -> tuple[Array, Array]:
+    cut = [content[:max_length] for content in contents]
+    return np.frombuffer(b"".join(cut), np.uint8), np.concatenate(
+        [[0], np.cumsum([len(c) for c in cut], dtype=np.int64)]
+    )

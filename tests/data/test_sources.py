@@ -1,0 +1,427 @@
+"""Every set from small files in its published format, and one line that says what to do where they are not right."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+import struct
+import sys
+import tarfile
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mgk import data
+from mgk.data import DataError, Images, Pairs, Sequences, Stream, images
+
+REVIEWS = {(s, y): [f"{s} {y} {i} é".encode() for i in range(3)] for s in ("train", "test") for y in ("neg", "pos")}
+
+
+@pytest.fixture(autouse=True)
+def _no_sources_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MGK_RAW", raising=False)
+    monkeypatch.setattr(images, "DEBIAN", Path("/nonexistent"))
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    path = tmp_path / "raw files"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def prepare(name: str, source: Path | str | None, root: Path, **options: Any) -> data.Prepared:
+    data.prepare(name, source=source, root=root, **options)
+    return data.load(name, root=root, verify=True, **options)
+
+
+def texts(split: object) -> dict[bytes, int]:
+    assert isinstance(split, Sequences)
+    return {(split.row(i) - 1).astype(np.uint8).tobytes(): int(split.labels[i]) for i in range(len(split))}
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(lzma.compress(content.encode()) if path.suffix == ".xz" else content.encode())
+
+
+# IMDb
+
+
+def imdb_folder(path: Path) -> None:
+    for (split, label), reviews in REVIEWS.items():
+        (path / split / label).mkdir(parents=True)
+        for number, content in enumerate(reviews):
+            (path / split / label / f"{number}_{number + 7}.txt").write_bytes(content)
+    (path / "train" / "unsup").mkdir()
+    (path / "train" / "unsup" / "0_0.txt").write_bytes(b"nobody rated this")
+
+
+def check_imdb(prepared: data.Prepared) -> None:
+    train, dev, test = (texts(prepared.split(name)) for name in ("train", "dev", "test"))
+    expected = {
+        s: {r: int(y == "pos") for (t, y), reviews in REVIEWS.items() if t == s for r in reviews}
+        for s in ("train", "test")
+    }
+    assert test == expected["test"]
+    assert train | dev == expected["train"]
+    assert (len(train), len(dev)) == (4, 2)
+    assert texts(prepared.split("train+dev")) == expected["train"]
+
+
+@pytest.mark.parametrize("where", ["", "aclImdb", "jsonl", "jsonl.xz", "tar.gz"])
+def test_imdb(raw: Path, root: Path, where: str) -> None:
+    source = raw
+    if where.startswith("jsonl"):
+        write_jsonl(
+            raw / f"reviews.{where}",
+            [{"split": s, "label": int(y == "pos"), "text": r.decode()} for (s, y), rs in REVIEWS.items() for r in rs],
+        )
+    else:
+        imdb_folder(raw / "aclImdb")
+        source = raw / where
+    if where == "tar.gz":
+        source = raw / "aclImdb_v1.tar.gz"
+        with tarfile.open(source, "w:gz") as archive:
+            archive.add(raw / "aclImdb", "aclImdb")
+    prepared = prepare("imdb", source, root, held_out=2)
+    check_imdb(prepared)
+    assert prepared.manifest["origin"]["files"]
+
+
+def test_imdb_from_the_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
+        assert name == "stanfordnlp/imdb"
+        return [
+            {"text": r.decode(), "label": int(y == "pos")} for (s, y), rs in REVIEWS.items() if s == split for r in rs
+        ]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    check_imdb(prepare("imdb", "hub", root, held_out=2))
+
+
+def test_the_hub_needs_its_library(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"imdb: --source hub needs `datasets`; type: pip install 'mgk\[data\]'"):
+        prepare("imdb", "hub", root)
+
+
+def test_texts_are_cut_where_asked(raw: Path, root: Path) -> None:
+    imdb_folder(raw / "aclImdb")
+    assert set(texts(prepare("imdb", raw, root, held_out=2, max_length=3).split("test"))) == {b"tes"}
+
+
+# AAN
+
+
+def test_aan_as_lra_has_it(raw: Path, root: Path) -> None:
+    """Texts with quotes stay as the file has them, and a text that comes twice is stored once."""
+    rows = [
+        (1.0, "A", "B", "b'first \\n'", "second"),
+        (0.0, "B", "C", "second", "b\"say 'x'\""),
+        (1.0, "C", "A", 'q"q', "second"),
+    ]
+    for file in ("train", "eval", "test"):
+        lines = ["\t".join(map(str, row)) for row in rows[: 3 if file == "train" else 1]]
+        (raw / f"new_aan_pairs.{file}.tsv").write_text("\n".join(lines) + "\n")
+    prepared = prepare("aan", raw, root)
+    train = prepared.split("train")
+    assert isinstance(train, Pairs)
+    assert len(train.documents) == 4
+    read = [tuple(bytes((train.documents.row(i) - 1).tolist()).decode() for i in pair) for pair in train.pairs]
+    assert read == [row[3:] for row in rows]
+    assert train.labels.tolist() == [1, 0, 1]
+    assert prepared.manifest["splits"] == {"train": 3, "dev": 1, "test": 1}
+    part = prepare("aan", raw, root, limit=1).split("train")
+    assert isinstance(part, Pairs)
+    assert (len(part), len(part.documents)) == (1, 2)
+
+
+def test_aan_rebuilt_splits_by_paper(raw: Path, root: Path) -> None:
+    """No paper is in two splits; label 1 are citations, label 0 pairs that do not cite each other, as many."""
+    random = np.random.default_rng(0)
+    papers = [f"P{i}" for i in range(60)]
+    citations = sorted({(papers[a], papers[b]) for a, b in random.integers(0, 60, (400, 2)) if a != b})
+    write_jsonl(raw / "papers.jsonl.xz", [{"id": paper, "text": f"text of {paper}"} for paper in papers])
+    (raw / "citations.tsv").write_text("citing\tcited\n" + "".join(f"{a}\t{b}\n" for a, b in citations))
+    prepared = prepare("aan-rebuilt", raw, root)
+    seen: dict[str, set[str]] = {}
+    for name in prepared.splits:
+        split = prepared.split(name)
+        assert isinstance(split, Pairs)
+        ids = [
+            bytes((split.documents.row(i) - 1).tolist()).decode().removeprefix("text of ")
+            for i in range(len(split.documents))
+        ]
+        seen[name] = set(ids)
+        for (first, second), label in zip(split.pairs, split.labels, strict=True):
+            pair = ids[first], ids[second]
+            assert pair[0] != pair[1]
+            assert (pair in citations) if label else (pair not in citations and pair[::-1] not in citations)
+        assert split.labels.mean() == 0.5
+        positive = {(ids[a], ids[b]) for (a, b), label in zip(split.pairs, split.labels, strict=True) if label}
+        assert positive == {(a, b) for a, b in citations if a in seen[name] and b in seen[name]}
+    assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
+
+
+# texts
+
+
+@pytest.mark.parametrize("ending", ["", ".xz", ".gz", ".bz2"])
+@pytest.mark.parametrize("name", ["wikitext-103", "wikitext-2"])
+def test_wikitext(raw: Path, root: Path, name: str, ending: str) -> None:
+    """One <eos> per line, also an empty one; frequent words have small numbers; what training has not seen is <unk>."""
+    lines = {"train": " \n = The b b = \n b The <unk> b \n", "valid": " b \n", "test": " new The \n"}
+    pack: dict[str, Any] = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress, ".bz2": bz2.compress}
+    (raw / name).mkdir()
+    for split, content in lines.items():
+        (raw / name / f"wiki.{split}.tokens{ending}").write_bytes(pack[ending](content.encode()))
+    prepared = prepare(name, raw, root)
+    assert prepared.words == ["<eos>", "<unk>", "b", "=", "The"]
+    assert prepared.manifest["facts"]["vocabulary"] == 5
+    streams = {split: prepared.split(split) for split in prepared.splits}
+    assert {split: s.tokens.tolist() for split, s in streams.items() if isinstance(s, Stream)} == {
+        "train": [0, 3, 4, 2, 2, 3, 0, 2, 4, 1, 2, 0],
+        "dev": [2, 0],
+        "test": [1, 4, 0],
+    }
+
+
+def test_wikitext_from_the_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, part: str, split: str) -> list[dict[str, Any]]:
+        assert (name, part) == ("Salesforce/wikitext", "wikitext-2-v1")
+        return [{"text": ""}, {"text": {"train": " a b \n", "validation": " a \n", "test": " b \n"}[split]}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    prepared = prepare("wikitext-2", "hub", root)
+    stream = prepared.split("dev")
+    assert isinstance(stream, Stream)
+    assert [prepared.words[token] for token in stream.tokens] == ["<eos>", "a", "<eos>"]
+
+
+def test_articles(raw: Path, root: Path) -> None:
+    """Signs stand alone, empty lines are dropped, rare words are <unk>, and the last articles are held out."""
+    rows = [
+        {"text": "It's a test.\n\nA test, a"},
+        {"text": "a test (rare)"},
+        {"text": "dev a"},
+        {"text": "test\nunseen"},
+    ]
+    write_jsonl(raw / "articles.jsonl", rows)
+    prepared = prepare("enwiki", raw, root, held_out=1, min_count=2)
+    assert set(prepared.words) == {"<eos>", "<unk>", "a", "test"}
+    read = {}
+    for name in prepared.splits:
+        stream = prepared.split(name)
+        assert isinstance(stream, Stream)
+        read[name] = " ".join(prepared.words[token] for token in stream.tokens)
+    assert read == {
+        "train": "<unk> a test <unk> <eos> <unk> test <unk> a <eos> a test <unk> <unk> <unk> <eos>",
+        "dev": "<unk> a <eos>",
+        "test": "test <eos> <unk> <eos>",
+    }
+    assert len(prepare("enwiki", raw, root, held_out=1, max_vocabulary=3).words) == 3
+
+
+@pytest.mark.parametrize("ending", ["", ".xz", ".zip"])
+def test_enwik8(raw: Path, root: Path, ending: str) -> None:
+    content = bytes(range(200))
+    path = raw / f"enwik8{ending}"
+    if ending == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("enwik8", content)
+    else:
+        path.write_bytes(lzma.compress(content) if ending else content)
+    prepared = prepare("enwik8", path, root)
+    streams = [prepared.split(name) for name in ("train", "dev", "test")]
+    assert [bytes(s.tokens) for s in streams if isinstance(s, Stream)] == [
+        content[:180],
+        content[180:190],
+        content[190:],
+    ]
+    part = prepare("enwik8", path, root, limit=50).split("train")
+    assert isinstance(part, Stream)
+    assert bytes(part.tokens) == content[:50]
+
+
+# images
+
+
+def write_idx(path: Path, values: np.ndarray[Any, Any]) -> None:
+    head = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
+    path.write_bytes(gzip.compress(head + values.astype(np.uint8).tobytes()))
+
+
+def test_fashion_mnist(raw: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the folder where Debian's package puts it, without being told."""
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 28, 28))
+    for part, chosen in {"train": slice(0, 10), "t10k": slice(10, 12)}.items():
+        write_idx(raw / f"{part}-images-idx3-ubyte.gz", pixels[chosen])
+        write_idx(raw / f"{part}-labels-idx1-ubyte.gz", np.arange(12)[chosen] % 10)
+    monkeypatch.setattr(images, "DEBIAN", raw)
+    prepared = prepare("fashion-mnist", None, root, held_out=3)
+    train, dev, test = (prepared.split(name) for name in ("train", "dev", "test"))
+    assert isinstance(train, Images)
+    assert isinstance(dev, Images)
+    assert isinstance(test, Images)
+    assert (test.pixels[..., 0] == pixels[10:]).all()
+    assert test.labels.tolist() == [0, 1]
+    assert sorted([*train.labels, *dev.labels]) == list(range(10))
+    assert all(
+        (image[..., 0] == pixels[label]).all()
+        for s in (train, dev)
+        for image, label in zip(s.pixels, s.labels, strict=True)
+    )
+    np.testing.assert_allclose(train.mean, train.pixels.mean() / 255, rtol=1e-12)
+    np.testing.assert_allclose(train.std, train.pixels.std() / 255, rtol=1e-12)
+
+
+def cifar(raw: Path, kind: str) -> tuple[Path, np.ndarray[Any, Any]]:
+    """Twelve images (12,3,32,32), label i, ten of them for training; as Python 2 pickled them or in the binary form."""
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 3, 32, 32)).astype(np.uint8)
+    folder = raw / ("cifar-10-batches-bin" if kind == "binary" else "cifar-10-batches-py")
+    folder.mkdir()
+    for number, chosen in enumerate(np.split(np.arange(12), 6)):
+        name = f"data_batch_{number + 1}" if number < 5 else "test_batch"
+        if kind == "binary":
+            rows = [bytes([i % 10]) + pixels[i].tobytes() for i in chosen]
+            (folder / f"{name}.bin").write_bytes(b"".join(rows))
+        else:
+            batch = {
+                b"data": pixels[chosen].reshape(2, -1),
+                b"labels": [int(i) % 10 for i in chosen],
+                b"batch_label": b"x",
+            }
+            content = pickle.dumps(batch, protocol=2).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+            (folder / name).write_bytes(content)
+    if kind == "archive":
+        with tarfile.open(raw / "cifar-10-python.tar.gz", "w:gz") as archive:
+            archive.add(folder, folder.name)
+        return raw / "cifar-10-python.tar.gz", pixels
+    return (folder if kind == "binary" else raw), pixels
+
+
+@pytest.mark.parametrize("kind", ["python", "binary", "archive"])
+def test_cifar10(raw: Path, root: Path, kind: str) -> None:
+    source, pixels = cifar(raw, kind)
+    prepared = prepare("cifar10", source, root, held_out=3)
+    assert prepared.manifest["splits"] == {"train": 7, "dev": 3, "test": 2}
+    labels = []
+    for name, shift in {"train": 0, "dev": 0, "test": 10}.items():
+        split = prepared.split(name)
+        assert isinstance(split, Images)
+        labels += [int(label) + shift for label in split.labels]
+        expected = pixels[split.labels.astype(int) + shift].transpose(0, 2, 3, 1)
+        assert (split.pixels == expected).all()
+    assert sorted(labels) == list(range(12))
+
+
+def test_lra_image_is_grey_pixels_in_a_row(raw: Path, root: Path) -> None:
+    source, pixels = cifar(raw, "python")
+    test = prepare("lra-image", source, root, held_out=3).split("test")
+    assert isinstance(test, Sequences)
+    for index in range(2):
+        red, green, blue = pixels[10 + index].reshape(3, -1).astype(float)
+        grey = 0.2989 * red + 0.5870 * green + 0.1140 * blue
+        assert np.abs(test.row(index) - 1 - grey).max() <= 1  # whole numbers
+        assert test.row(index).shape == (1024,)
+
+
+@pytest.mark.parametrize("function", ["os system", "numpy fromfile", "builtins eval"])
+def test_a_pickle_may_not_call_functions(raw: Path, root: Path, function: str) -> None:
+    source, _ = cifar(raw, "python")
+    module, name = function.split()
+    (source / "cifar-10-batches-py" / "test_batch").write_bytes(f"c{module}\n{name}\n(S'1'\ntR.".encode())
+    with pytest.raises(DataError, match=rf"test_batch: expected a batch of CIFAR-10 .it asks for {module}.{name}"):
+        prepare("cifar10", source, root)
+
+
+# where things are, and what is said when they are not
+
+
+def test_raw_files_are_found_in_the_usual_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, place in enumerate(["environment", "root/raw", "root/raw/enwik8"]):
+        root = tmp_path / str(number)
+        folder = root / place
+        folder.mkdir(parents=True)
+        (folder / "enwik8").write_bytes(bytes(100))
+        if place == "environment":
+            monkeypatch.setenv("MGK_RAW", str(folder))
+        else:
+            monkeypatch.delenv("MGK_RAW", raising=False)
+        assert len(prepare("enwik8", None, root / "root").split("train")) == 90
+
+
+@pytest.mark.parametrize("name", [name for name in data.names() if name != "listops"])
+def test_missing_raw_files_say_where_to_get_them_and_what_to_type(raw: Path, root: Path, name: str) -> None:
+    for source in (None, raw):
+        with pytest.raises(
+            DataError, match=rf"^{name}: no .* in .*; then type: mgk data prepare {name} --source PATH$"
+        ) as caught:
+            prepare(name, source, root)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"source: .*nowhere does not exist; .*--source PATH$"):
+        prepare(name, raw / "nowhere", root)
+    assert not data.prepared(root)
+
+
+def test_listops_reads_lras_files_only_as_they_are(raw: Path, root: Path) -> None:
+    with pytest.raises(DataError, match=r"listops: no basic_train.tsv in .*leave out --source to generate it"):
+        prepare("listops", raw, root)
+    with pytest.raises(DataError, match="source: expected none with sizes"):
+        prepare("listops", raw, root, seed=1)
+    for name in ("train", "val", "test"):
+        (raw / f"basic_{name}.tsv").write_text("Source\tTarget\n( ( ( [MAX 2 ) 7 ) ] )\t7\n")
+    train = prepare("listops", raw, root).split("train")
+    assert isinstance(train, Sequences)
+    assert (train.row(0).tolist(), train.labels.tolist()) == ([12, 3, 8, 15], [7])
+    (raw / "basic_val.tsv").write_text("Source\tTarget\n( ( ( [AVG 2 ) 7 ) ] )\t7\n")
+    with pytest.raises(DataError, match=r"basic_val.tsv: expected ListOps lines"):
+        prepare("listops", raw, root)
+
+
+DAMAGED: dict[str, tuple[str, str, bytes, str]] = {
+    "cut xz": ("enwik8", "enwik8.xz", lzma.compress(bytes(1000))[:40], r"is damaged \("),
+    "no gz": ("fashion-mnist", "train-images-idx3-ubyte.gz", b"nothing", r"is damaged \("),
+    "no tar": ("imdb", "aclImdb_v1.tar.gz", b"nothing", r"is damaged \("),
+    "no zip": ("enwik8", "enwik8.zip", b"nothing", r"is damaged \("),
+    "no text": ("wikitext-2", "wiki.train.tokens", b"\xff\xfe", r"is damaged \("),
+    "no json": ("imdb", "x.jsonl", b'{"text": \n', "line 1: expected one JSON object"),
+    "no field": ("imdb", "x.jsonl", b'{"text": "a"}\n', "expected the fields split, label and text"),
+    "no article": ("enwiki", "x.jsonl", b'{"title": "a"}\n', "expected a field text"),
+    "no columns": ("aan", "new_aan_pairs.train.tsv", b"1.0\tA\tB\ttext\n", "expected label, id, id, text, text"),
+    "no idx": ("fashion-mnist", "train-images-idx3-ubyte", bytes(40), "expected an idx file"),
+    "too short": ("enwik8", "enwik8", b"abc", "expected at least 20 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_raw_files_are_named_in_one_line(raw: Path, root: Path, case: str) -> None:
+    name, file, content, message = DAMAGED[case]
+    (raw / file).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(name, raw, root)
+    assert file in str(caught.value) or case == "too short"
+    assert f"type: mgk data prepare {name}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_many_held_out_are_refused(raw: Path, root: Path) -> None:
+    imdb_folder(raw / "aclImdb")
+    cifar(raw, "python")
+    write_jsonl(raw / "articles.jsonl", [{"text": "a"}])
+    for name in ("imdb", "cifar10", "lra-image", "enwiki"):
+        with pytest.raises(DataError, match="held_out: expected"):
+            prepare(name, raw if name != "imdb" else raw / "aclImdb", root, held_out=10)

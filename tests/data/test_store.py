@@ -1,0 +1,245 @@
+"""A prepared set is whole or not there; what is wrong with it is said in one line that tells what to type."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mgk import data
+from mgk.data import DataError, Sequences, listops, registry
+from tests.data.common import SMALL
+
+COMMAND = "mgk data prepare listops --sizes 60 20 20 --lengths 4 40"
+FILES = [f"{s}.{a}.npy" for s in ("train", "dev", "test") for a in ("tokens", "offsets", "labels")] + ["manifest.json"]
+
+KILLED = """
+import os, sys
+from mgk import data
+from mgk.data import store
+
+root, source, moments = sys.argv[1], sys.argv[2], int(sys.argv[3])
+write, rename = store._write, store.Path.rename
+
+
+def dying(action, left):
+    def wrapped(*arguments):
+        if not left:
+            os._exit(9)
+        left.pop()
+        return action(*arguments)
+    return wrapped
+
+
+for moment in range(moments):
+    if os.fork() == 0:
+        left = [None] * moment
+        store._write, store.Path.rename = dying(write, left), dying(rename, left)
+        data.prepare("enwik8", root=root, source=source)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    try:
+        print(code, chr(data.load("enwik8", root=root, verify=True).split("dev").tokens[0]))
+    except data.DataError as error:
+        print(code, "missing" if "is not prepared" in str(error) else error)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return data.prepare("listops", root=tmp_path, **SMALL)
+
+
+def load(folder: Path, **options: Any) -> data.Prepared:
+    return data.load("listops", root=folder.parent, **(SMALL | options))
+
+
+def prepare_and_kill(root: Path, letter: str, moments: int) -> list[str]:
+    """Prepare a text of one letter, killed before the first, second, ... file or rename: exit code, what is there."""
+    source = root.parent / letter
+    source.mkdir()
+    (source / "enwik8").write_text(letter * 100)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(root), str(source), str(moments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_killed_preparation_leaves_no_set_or_the_one_before(tmp_path: Path) -> None:
+    """Three arrays, a manifest, a rename. What is replaced is moved away before, and moved back where it stays so."""
+    root = tmp_path / "root"
+    assert prepare_and_kill(root, "a", 6) == ["9 missing"] * 5 + ["0 a"]
+    assert sorted(path.name for path in root.iterdir()) == [".enwik8.lock", "enwik8"]
+    assert prepare_and_kill(root, "b", 8) == ["9 a"] * 5 + ["9 missing"] * 2 + ["0 b"]
+    assert sorted(path.name for path in root.iterdir()) == [".enwik8.lock", "enwik8"]
+
+
+def test_a_set_killed_between_the_renames_is_found_again(folder: Path) -> None:
+    digest = load(folder).digest
+    folder.rename(folder.parent / f".{folder.name}.old")
+    data.prepare("listops", root=folder.parent, **SMALL)
+    assert load(folder, verify=True).digest == digest
+
+
+def test_the_manifest_says_what_it_is(folder: Path) -> None:
+    prepared = load(folder, verify=True)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert prepared.splits == ("train", "dev", "test")
+    assert prepared.manifest["splits"] == {"train": 60, "dev": 20, "test": 20}
+    assert prepared.manifest["options"]["sizes"] == [60, 20, 20]
+    assert prepared.manifest["facts"]["vocabulary"] == 16
+    train = prepared.split("train")
+    assert isinstance(train, Sequences)
+    assert isinstance(train.tokens, np.memmap)
+    examples = listops.generate(100, listops.Shape((4, 40)), seed=0)
+    assert [train.row(i).astype(np.uint8).tobytes() for i in range(60)] == [tokens for tokens, _ in examples[:60]]
+    assert train.labels.tolist() == [value for _, value in examples[:60]]
+
+
+def test_prepared_once(folder: Path) -> None:
+    written = (folder / "manifest.json").stat().st_mtime_ns
+    assert data.prepare("listops", root=folder.parent, **SMALL) == folder
+    assert (folder / "manifest.json").stat().st_mtime_ns == written
+
+
+def test_other_options_are_another_set(folder: Path) -> None:
+    other = data.prepare("listops", root=folder.parent, **(SMALL | {"seed": 5}))
+    assert other != folder
+    assert load(folder).digest != load(folder, seed=5).digest
+    assert data.prepare("listops", root=folder.parent, sizes=[60, 20, 20], lengths=[4, 40]) == folder  # as JSON has it
+    assert data.prepared(folder.parent) == sorted([folder, other])
+
+
+def test_limit_keeps_evenly_spread_examples(folder: Path) -> None:
+    data.prepare("listops", root=folder.parent, limit=15, **SMALL)
+    whole, part = load(folder).split("train"), load(folder, limit=15).split("train")
+    assert isinstance(whole, Sequences)
+    assert isinstance(part, Sequences)
+    assert [part.row(i).tolist() for i in range(15)] == [whole.row(i).tolist() for i in range(0, 60, 4)]
+    assert part.labels.tolist() == whole.labels[::4].tolist()
+
+
+def test_two_splits_can_be_read_as_one(folder: Path) -> None:
+    prepared = load(folder)
+    both = prepared.split("train+dev")
+    parts = [prepared.split(name) for name in ("train", "dev")]
+    assert isinstance(both, Sequences)
+    rows = [each.row(i).tolist() for each in parts if isinstance(each, Sequences) for i in range(len(each))]
+    assert [both.row(i).tolist() for i in range(len(both))] == rows
+    assert both.labels.tolist() == [label for each in parts if isinstance(each, Sequences) for label in each.labels]
+    with pytest.raises(DataError, match="split: expected one of train, dev, test of listops, got 'valid'"):
+        prepared.split("valid")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_found_at_once_and_repaired(folder: Path, name: str) -> None:
+    digest = load(folder).digest
+    os.truncate(folder / name, (folder / name).stat().st_size - 1)
+    with pytest.raises(DataError, match=rf"{name} is damaged.*; type: {COMMAND}$"):
+        load(folder)
+    data.prepare("listops", root=folder.parent, **SMALL)
+    assert load(folder, verify=True).digest == digest
+
+
+def test_a_changed_byte_is_found_by_the_sums(folder: Path) -> None:
+    content = bytearray((folder / "dev.tokens.npy").read_bytes())
+    content[-1] ^= 1
+    (folder / "dev.tokens.npy").write_bytes(content)
+    load(folder)
+    with pytest.raises(DataError, match=rf"dev.tokens.npy is damaged: its sum.*; type: {COMMAND}$"):
+        load(folder, verify=True)
+    data.prepare("listops", root=folder.parent, **SMALL)
+    load(folder, verify=True)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"format": 99, "files": {}}', '{"format": 1, "version": 0, "files": {}}']
+)
+def test_a_manifest_of_something_else_is_refused(folder: Path, content: str) -> None:
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(DataError, match=rf"; type: {COMMAND}$"):
+        load(folder)
+    data.prepare("listops", root=folder.parent, **SMALL)
+    load(folder, verify=True)
+
+
+def test_a_missing_file_is_found(folder: Path) -> None:
+    (folder / "test.labels.npy").unlink()
+    with pytest.raises(
+        DataError, match=rf"test.labels.npy is damaged: expected \d+ bytes, found missing; type: {COMMAND}$"
+    ):
+        load(folder)
+
+
+def test_a_full_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (folder / "test.labels.npy").unlink()  # so that it is prepared again
+    with monkeypatch.context() as patch:
+        patch.setattr("numpy.save", full)
+        with pytest.raises(
+            DataError, match=r"could not be written .No space left on device.; make room or set MGK_DATA"
+        ):
+            data.prepare("listops", root=folder.parent, **SMALL)
+    assert sorted(path.name for path in folder.parent.iterdir()) == [f".{folder.name}.lock", folder.name]
+
+
+def test_a_root_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"could not be written .*MGK_DATA"):
+        data.prepare("listops", root=tmp_path / "file" / "root", **SMALL)
+
+
+def test_a_split_may_be_empty(tmp_path: Path) -> None:
+    data.prepare("listops", root=tmp_path, sizes=(10, 0, 0), lengths=(4, 40))
+    prepared = data.load("listops", root=tmp_path, verify=True, sizes=(10, 0, 0), lengths=(4, 40))
+    assert [len(prepared.split(name)) for name in prepared.splits] == [10, 0, 0]
+
+
+def test_missing_sets_say_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGK_DATA", str(tmp_path))
+    assert data.root() == tmp_path
+    for name in data.names():
+        with pytest.raises(DataError, match=rf"^{name} is not prepared in {tmp_path}; type: mgk data prepare {name}$"):
+            data.load(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 3}, "size: expected one of the options of listops, sizes, lengths"),
+        ({"sizes": (1, 2)}, r"sizes: expected tuple such as \(96000, 2000, 2000\), got tuple \(1, 2\)"),
+        ({"seed": "1"}, "seed: expected int such as 0, got str '1'"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
+        ({"limit": 0}, "limit: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        data.prepare("listops", root=tmp_path, **options)
+    with pytest.raises(ValueError, match=message):
+        data.load("listops", root=tmp_path, **options)
+
+
+def test_unknown_names_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"name: expected one of listops, imdb, .*, got str 'list-ops'"):
+        data.prepare("list-ops", root=tmp_path)
+
+
+def test_every_set_describes_itself() -> None:
+    for name in data.names():
+        what = registry.describe(name)
+        assert what.summary
+        assert what.origin
+        assert "limit" in what.options
