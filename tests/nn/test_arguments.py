@@ -83,6 +83,12 @@ CALL: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"key_padding_mask: expected shape \(B,Nk\) = \(2, 5\), got \(5, 5\)",
     ),
     ({"key_padding_mask": torch.ones(2, 5)}, ValueError, "key_padding_mask: expected .* 0 or -inf, got other numbers"),
+    ({"query_padding_mask": torch.zeros(2, 5).long()}, TypeError, "query_padding_mask: expected dtype torch.bool"),
+    (
+        {"query_padding_mask": causal_mask},
+        ValueError,
+        r"query_padding_mask: expected shape \(B,Nq\) = \(2, 5\), got \(5, 5\)",
+    ),
     ({"attn_mask": causal_mask}, ValueError, "attn_mask: expected None, or the causal mask with is_causal=True"),
     ({"is_causal": None}, TypeError, "is_causal: expected True or False"),
     ({"cache": {}}, TypeError, "cache: expected a KeyValueCache of new_cache, got dict"),

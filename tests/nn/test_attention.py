@@ -84,6 +84,67 @@ def test_padded_batch_is_its_sequences_alone(kind: str, is_causal: bool) -> None
 
 
 @every_kind
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_queries_give_zero(kind: str, is_causal: bool) -> None:
+    """The bias of `out_proj` is what is left of them, whatever they hold; nothing else sees them."""
+    module, padding = make(kind), torch.tensor([[False] * 6, [True, False, False, False, True, True]])
+    results = []
+    for garbage in (1.0, 100.0):
+        x = normal(2, 6, 12)
+        x[padding] *= garbage
+        x.requires_grad_()
+        module.zero_grad()
+        output, weights = module(
+            x, key_padding_mask=padding, query_padding_mask=padding, need_weights=True, is_causal=is_causal
+        )
+        expected, expected_weights = dense(module, x, x, x, visible(2, 6, 6, is_causal, padding))
+        hidden = padding[..., None]
+        torch.testing.assert_close(output, torch.where(hidden, module.out_proj.bias, expected), **EXACT)
+        torch.testing.assert_close(weights, expected_weights.mean(1).masked_fill(hidden, 0), **EXACT)
+        output.square().sum().backward()
+        assert x.grad is not None
+        assert not x.grad[padding].any()
+        results.append([parameter.grad for parameter in module.parameters()])
+    torch.testing.assert_close(results[0], results[1], **EXACT)
+
+
+@each_variant
+def test_padded_queries_of_cross_attention_and_of_a_step(kind: str) -> None:
+    """A mask of queries that is not the mask of keys."""
+    module, query, key = make(kind), normal(2, 3, 12), normal(2, 5, 12, seed=1)
+    hidden = torch.tensor([[False, True, False], [False, False, True]])
+    expected = torch.where(hidden[..., None], module.out_proj.bias, module(query, key)[0])
+    torch.testing.assert_close(module(query, key, query_padding_mask=hidden)[0], expected, **EXACT)
+    caches = [module.new_cache(2), module.new_cache(2)]
+    for cache in caches:
+        module(key, cache=cache)
+    expected = torch.where(hidden[..., None], module.out_proj.bias, module(query, cache=caches[0])[0])
+    torch.testing.assert_close(module(query, cache=caches[1], query_padding_mask=hidden)[0], expected, **EXACT)
+
+
+@each_variant
+@pytest.mark.parametrize("bias", [True, False])
+def test_projections_are_the_modules_that_stand_there(kind: str, bias: bool) -> None:
+    """They run as one product; not where one has a hook, or an adapter in its place."""
+    module, x, calls = make(kind, bias=bias), normal(2, 5, 12), []
+    expected = module(x)[0]
+    handle = module.key_proj.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(module(x)[0], expected, **EXACT)
+    assert calls == [1]
+    handle.remove()
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    doubled = Doubled(12, module.value_proj.out_features, bias, dtype=torch.float64)
+    doubled.load_state_dict(module.value_proj.state_dict())
+    module.value_proj = doubled
+    zero = 0 if module.out_proj.bias is None else module.out_proj.bias
+    torch.testing.assert_close(module(x)[0] - zero, 2 * (expected - zero), **EXACT)
+
+
+@every_kind
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_reach_every_parameter(kind: str, bias: bool) -> None:
     module = make(kind, bias=bias).train()

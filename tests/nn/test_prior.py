@@ -88,6 +88,17 @@ def test_every_query_of_cross_attention_is_real() -> None:
 
 
 @each_em
+def test_padded_queries_alone_do_not_count(kind: str) -> None:
+    """All keys take part; the mask of queries decides which of them the M-step adds up."""
+    module, x = make(kind).train(), normal(2, 5, 12)
+    padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
+    expected = m_step(module, x, visible(2, 5, 5, False).clone() & ~padding[:, None, :, None])
+    module(x, query_padding_mask=padding)
+    assert module.log_prior is not None
+    torch.testing.assert_close(module.log_prior.exp(), expected, **EXACT)
+
+
+@each_em
 def test_evaluation_and_decoding_leave_the_prior(kind: str) -> None:
     module, x = make(kind), normal(2, 5, 12)
     assert module.log_prior is not None

@@ -1,6 +1,20 @@
-"""Modules that own parameters: attention with mixture keys and its decode caches."""
+"""Modules that own parameters: attention with mixture keys, its decode caches, and transformer layers around it."""
 
 from mgk.nn.attention import MixtureAttention
-from mgk.nn.cache import KeyValueCache, StateCache
+from mgk.nn.block import Block, Stack
+from mgk.nn.cache import KeyValueCache, StackCache, StateCache
+from mgk.nn.embeddings import RotaryPositions, Rotation, SinusoidalPositions
+from mgk.nn.output import TiedSoftmax
 
-__all__ = ["KeyValueCache", "MixtureAttention", "StateCache"]
+__all__ = [
+    "Block",
+    "KeyValueCache",
+    "MixtureAttention",
+    "RotaryPositions",
+    "Rotation",
+    "SinusoidalPositions",
+    "Stack",
+    "StackCache",
+    "StateCache",
+    "TiedSoftmax",
+]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mgk.nn.cache import KeyValueCache, StateCache
+from mgk.nn.embeddings import Rotation, check_rotary_dim
 from mgk.ops import arguments as check
-from mgk.ops.cost import FEATURE_MAPS, GAUSSIAN, LINEAR
+from mgk.ops.cost import FEATURE_MAPS, GAUSSIAN, LINEAR, SHIFTED
 from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures, check_feature_map
 
 
@@ -57,24 +58,48 @@ def make_feature_map(feature_map: object, head_dim: int, device: torch.device | 
     return check_feature_map(feature_map)
 
 
-def key_mask(key_padding_mask: object, expected: tuple[int, int], query: Tensor) -> Tensor | None:
-    """True where a key takes part, of a mask with True where it does not, or with -inf, as PyTorch's layers pass it."""
-    if key_padding_mask is None:
+def key_mask(name: str, padding: object, axes: str, expected: tuple[int, ...], query: Tensor) -> Tensor | None:
+    """True where a key (or query) takes part, of a mask with True where it does not, or -inf, as PyTorch passes it."""
+    if padding is None:
         return None
-    if not isinstance(key_padding_mask, Tensor):
-        raise TypeError(f"key_padding_mask: expected a bool tensor (B,Nk), got {check.describe(key_padding_mask)}")
-    if key_padding_mask.is_floating_point():
-        ignored = key_padding_mask == -torch.inf
-        if key_padding_mask.device.type == "cpu" and bool((key_padding_mask.masked_fill(ignored, 0) != 0).any()):
-            raise ValueError(
-                "key_padding_mask: expected a bool tensor, or floats that are 0 or -inf, got other numbers"
-            )
-        key_padding_mask = ignored
-    if key_padding_mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask: expected dtype torch.bool or a float dtype, got {key_padding_mask.dtype}")
-    check.check_shape("key_padding_mask", key_padding_mask, "B,Nk", expected)
-    check.check_same("key_padding_mask", key_padding_mask, query, dtype=False)
-    return ~key_padding_mask
+    if not isinstance(padding, Tensor):
+        raise TypeError(f"{name}: expected a bool tensor ({axes}), got {check.describe(padding)}")
+    if padding.is_floating_point():
+        ignored = padding == -torch.inf
+        if padding.device.type == "cpu" and bool((padding.masked_fill(ignored, 0) != 0).any()):
+            raise ValueError(f"{name}: expected a bool tensor, or floats that are 0 or -inf, got other numbers")
+        padding = ignored
+    if padding.dtype != torch.bool:
+        raise TypeError(f"{name}: expected dtype torch.bool or a float dtype, got {padding.dtype}")
+    check.check_shape(name, padding, axes, expected)
+    check.check_same(name, padding, query, dtype=False)
+    return ~padding
+
+
+def check_rotary(rotary_dim: object, head_dim: int, variant: str) -> int:
+    rotary_dim = check_rotary_dim(rotary_dim, head_dim)
+    if variant in SHIFTED and rotary_dim == head_dim:
+        raise ValueError(
+            f"rotary_dim: expected less than head_dim = {head_dim} for variant {variant!r}, whose shifts live in the "
+            f"rest of the head, got {rotary_dim}"
+        )
+    return rotary_dim
+
+
+def check_rotation(rotary: object, rotary_dim: int, query: Tensor, head_dim: int, is_self: bool) -> None:
+    if not rotary_dim:
+        if rotary is not None:
+            raise ValueError(f"rotary: expected None for a module without rotary_dim, got {type(rotary).__name__}")
+        return
+    if not isinstance(rotary, Rotation):
+        raise TypeError(
+            f"rotary: expected a Rotation for a module with rotary_dim = {rotary_dim}, got {type(rotary).__name__}"
+        )
+    if not is_self:
+        raise ValueError("rotary: expected self-attention (key=None), got a key of its own")
+    batch = len(rotary.cos) if len(rotary.cos) == 1 else len(query)
+    for name, part in rotary._asdict().items():
+        check.check_shape(f"rotary.{name}", part, "B,Nq,D", (batch, query.shape[1], head_dim))
 
 
 def check_cache(

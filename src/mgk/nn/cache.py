@@ -81,6 +81,31 @@ class StateCache:
         return 0 if self.state is None else sum(part.numel() * part.element_size() for part in self.state)
 
 
+class StackCache:
+    """The caches of a model's layers, which grow together."""
+
+    def __init__(self, layers: list[KeyValueCache | StateCache]) -> None:
+        self.layers = layers
+
+    @property
+    def batch_size(self) -> int:
+        return self.layers[0].batch_size
+
+    @property
+    def length(self) -> int:
+        """Positions so far."""
+        return self.layers[0].length
+
+    def reorder(self, indices: Int[Tensor, " b"]) -> None:
+        """Row b becomes what row indices[b] was, as beam search asks for."""
+        for layer in self.layers:
+            layer.reorder(indices)
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+
 def check_indices(indices: object, batch_size: int) -> None:
     if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices: expected an integer tensor (B,), got {check.describe(indices)}")

@@ -11,8 +11,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mgk.ops import api
+from mgk.ops.common import compute_dtype
+
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+
+# torch.compile takes it as it is: an implementation need not be one that can be traced.
+@torch.library.custom_op("mgk::prior_statistics", mutates_args=())
+def prior_statistics(
+    query: Tensor,
+    key: Tensor,
+    shift: Tensor | None,
+    log_prior: Tensor | None,
+    variance: Tensor | None,
+    is_causal: bool,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """`mgk.ops.api.prior_statistics`: sums of responsibilities (H,M,Nk) and numbers of visible queries (Nk,)."""
+    return api.prior_statistics(
+        query, key, log_prior, shift=shift, variance=variance, is_causal=is_causal, key_mask=key_mask,
+        query_mask=query_mask, impl=impl,
+    )  # fmt: skip
+
+
+@prior_statistics.register_fake
+def _(query: Tensor, key: Tensor, shift: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+    components = key.shape[2] if shift is None else shift.shape[1]
+    dtype = compute_dtype(query.dtype)
+    total = query.new_empty(query.shape[1], components, key.shape[-2], dtype=dtype)
+    return total, query.new_empty(key.shape[-2], dtype=dtype)
 
 
 @torch.no_grad()

@@ -1,0 +1,90 @@
+"""Classifiers of one sequence and of a pair, as the paper's Long Range Arena has them.
+
+B batch, N positions, E width of the model, C classes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from mgk.models.config import ClassifierConfig, MatcherConfig
+from mgk.models.encoder import TokenEncoder
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+class Classifier(nn.Module):
+    """Encoder, mean over the positions, Linear-ReLU-Linear."""
+
+    capturable = True  # forward and loss have fixed shapes and never wait for the device
+    vectors = 1  # that the classifier on top reads, of width E
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = TokenEncoder(config)
+        self.classifier = nn.Sequential(
+            nn.Linear(self.vectors * config.width, config.classifier_hidden),
+            nn.ReLU(),
+            nn.Linear(config.classifier_hidden, config.classes),
+        )
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "b n"],
+        mask: Bool[Tensor, "b n"] | None = None,
+        positions: Int[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b c"]:
+        """Logits. `mask` is True for real tokens; `positions` are 0, 1, ... unless given."""
+        return self.classifier(self.pooled(tokens, mask, positions))  # type: ignore[no-any-return]
+
+    def pooled(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """The mean of what the encoder makes of the real tokens (B,E), or their sum / max_length (pooling="padded")."""
+        x: Tensor = self.encoder(tokens, mask, positions)
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)
+        if self.config.pooling == "padded":
+            return x.sum(1) / self.config.max_length
+        return x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+
+    def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a batch with "tokens", "label" and, unless nothing is padded, "mask"."""
+        return classification(self(batch["tokens"], batch.get("mask")), batch["label"])
+
+
+class Matcher(Classifier):
+    """One encoder for both documents of a pair, and a classifier of [x0, x1, x0*x1, x0-x1]. Inputs are (B,2,N)."""
+
+    vectors = 4
+
+    def __init__(self, config: MatcherConfig) -> None:
+        super().__init__(config)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "b 2 n"],
+        mask: Bool[Tensor, "b 2 n"] | None = None,
+        positions: Int[Tensor, "b 2 n"] | None = None,
+    ) -> Float[Tensor, "b c"]:
+        if not isinstance(tokens, Tensor) or tokens.dim() != 3 or tokens.shape[1] != 2:
+            got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ValueError(f"tokens: expected shape (B,2,N), got {got}")
+        documents = (part if part is None else part.flatten(0, 1) for part in (tokens, mask, positions))
+        first, second = self.pooled(*documents).view(len(tokens), 2, -1).unbind(1)  # type: ignore[arg-type]
+        joined = torch.cat((first, second, first * second, first - second), -1)
+        return self.classifier(joined)  # type: ignore[no-any-return]
+
+
+def classification(logits: Float[Tensor, "b c"], label: Int[Tensor, " b"]) -> dict[str, Tensor]:
+    """Mean cross-entropy in nats, how many are right, and of how many."""
+    logits, label = logits.float(), label.long()
+    return {
+        "loss": cross_entropy(logits, label),
+        "correct": (logits.argmax(-1) == label).sum(),
+        "count": torch.full((), len(label), device=label.device),
+    }

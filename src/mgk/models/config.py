@@ -1,0 +1,164 @@
+"""What a model is built from: plain data, written beside every run, enough to build the same model again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from mgk.ops import arguments as check
+from mgk.ops.cost import LINEAR
+
+Attention = Literal["softmax", "linear", "mgk", "smgk", "mlk", "smlk"]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """What every model has: its attention and its layers. The defaults are those of the paper's Long Range Arena."""
+
+    attention: Attention = "smgk"
+    """Attention variant; linear, mlk and smlk are the linear family."""
+    heads: int = 4
+    """Attention heads."""
+    head_dim: int | None = 32
+    """Width of a head, whatever the width of the model; None is width / heads."""
+    components: int = 2
+    """Components of each key's mixture; softmax and linear have none."""
+    e_step: Literal["soft", "hard"] = "soft"
+    """How the components combine (mgk, smgk): soft adds them up, hard takes the nearest, without priors."""
+    prior: Literal["sgd", "em", "uniform"] = "sgd"
+    """Priors of the components: learned, set by an M-step in every training forward (mgk, smgk), or none."""
+    prior_positions: int | None = None
+    """With prior=em: a prior for each of the first so many key positions, instead of one for all."""
+    prior_momentum: float = 0.0
+    """With prior=em: the share of the old prior that an M-step keeps."""
+    learn_variance: bool = False
+    """Learn the variance per head and component (mgk, smgk) instead of sqrt(head_dim)."""
+    feature_map: Literal["elu", "dpfp", "favor"] = "elu"
+    """Feature map of the linear family; favor is the Performer's."""
+    attention_bias: bool = True
+    """Biases in the four projections of an attention layer."""
+    layers: int = 2
+    """Transformer layers."""
+    width: int = 64
+    """Width of the model."""
+    hidden: int = 128
+    """Hidden width of the feed-forward part of a layer."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """Activation of the feed-forward part."""
+    norm: Literal["pre", "post"] = "pre"
+    """LayerNorm before each part of a layer (and one after the last layer), or after each sum."""
+    dropout: float = 0.1
+    """Dropout after the embedding and in the layers."""
+    attention_dropout: float = 0.1
+    """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
+    recompute: bool = False
+    """Keep only the inputs of the layers and compute the rest again in backward: less memory, a third more time."""
+    impl: Literal["auto", "reference", "blockwise", "triton"] = "auto"
+    """Implementation of the attention."""
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if get_origin(kind) is Literal:
+                check.check_choice(name, value, get_args(kind))
+            elif kind is int or (kind == int | None and value is not None):
+                check.check_count(name, value)
+            elif kind is bool:
+                check.check_flag(name, value)
+            elif kind is float and name != "rotary_share":
+                check.check_probability(name, value)
+
+    @property
+    def weight_dropout(self) -> float:
+        """Dropout of the attention weights, where the variant has any."""
+        return 0.0 if self.attention in LINEAR else self.attention_dropout
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(TransformerConfig):
+    """Encoder of one sequence of tokens, pooled and classified."""
+
+    vocabulary: int = 512
+    """Rows of the token table; tokens are below it, 0 is padding."""
+    max_length: int = 4096
+    """Positions: the longest input, and what padded pooling divides by."""
+    classes: int = 2
+    """Classes."""
+    classifier_hidden: int = 128
+    """Hidden width of the classifier on top."""
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    """How positions enter."""
+    rotary_share: float = 0.5
+    """With positions=rotary: the share of a head that turns with the position."""
+    pooling: Literal["mean", "padded"] = "mean"
+    """mean: over the real positions. padded: their sum over max_length, as in the authors' code."""
+
+
+@dataclass(frozen=True)
+class MatcherConfig(ClassifierConfig):
+    """One encoder for two sequences, whose pooled vectors [x0, x1, x0*x1, x0-x1] are classified."""
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig(TransformerConfig):
+    """Causal language model with tied embeddings. The defaults are those of the paper's WikiText-103."""
+
+    heads: int = 8
+    """Attention heads."""
+    head_dim: int | None = 16
+    """Width of a head, whatever the width of the model; None is width / heads."""
+    attention_bias: bool = False
+    """Biases in the four projections of an attention layer."""
+    layers: int = 16
+    """Transformer layers."""
+    width: int = 128
+    """Width of the model."""
+    hidden: int = 2048
+    """Hidden width of the feed-forward part of a layer."""
+    activation: Literal["gelu", "relu"] = "relu"
+    """Activation of the feed-forward part."""
+    norm: Literal["pre", "post"] = "post"
+    """LayerNorm before each part of a layer (and one after the last layer), or after each sum."""
+    attention_dropout: float = 0.0
+    """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
+    vocabulary: int = 267_735
+    """Tokens, the most frequent first if there are cutoffs."""
+    cutoffs: tuple[int, ...] = (20_000, 40_000, 200_000)
+    """Where the clusters of the adaptive softmax begin; those at or above the vocabulary do not count, and with none
+    left the softmax is plain."""
+    max_length: int = 256
+    """Context; a limit where positions are learned, else a default for data and evaluation."""
+    positions: Literal["learned", "sinusoidal", "rotary"] = "sinusoidal"
+    """How positions enter."""
+    rotary_share: float = 0.5
+    """With positions=rotary: the share of a head that turns with the position."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ends = tuple(self.cutoffs)
+        if list(ends) != sorted(set(ends)) or any(isinstance(c, bool) or not isinstance(c, int) or c < 1 for c in ends):
+            raise ValueError(f"cutoffs: expected increasing integers above 0, got {self.cutoffs}")
+
+
+@dataclass(frozen=True)
+class VisionConfig(TransformerConfig):
+    """Vision transformer: an image as a sequence of patches."""
+
+    image_size: int = 32
+    """Height and width of the images, in pixels."""
+    patch_size: int = 4
+    """Height and width of a patch; it divides the image."""
+    channels: int = 3
+    """Channels of the images."""
+    classes: int = 10
+    """Classes."""
+    pooling: Literal["mean", "class"] = "mean"
+    """mean: over the patches. class: the output of an extra, learned position."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image_size % self.patch_size:
+            raise ValueError(f"patch_size: expected a divisor of image_size = {self.image_size}, got {self.patch_size}")
+
+
+ModelConfig = ClassifierConfig | MatcherConfig | LanguageModelConfig | VisionConfig

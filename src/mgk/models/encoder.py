@@ -1,0 +1,149 @@
+"""Tokens and their positions through a stack of layers: what the classifier, the matcher and the language model share.
+
+B batch, N positions of this call, Nk positions so far, E width of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mgk.models.config import ClassifierConfig, LanguageModelConfig, TransformerConfig
+from mgk.nn import Block, MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions, Stack, StackCache
+from mgk.ops import arguments as check
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+EMBEDDING_STD = 0.02
+
+
+def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: int = 0) -> Stack:
+    """The layers of a configuration."""
+    layers = []
+    for _ in range(config.layers):
+        attention = MixtureAttention(
+            config.width,
+            config.heads,
+            variant=config.attention,
+            head_dim=config.head_dim,
+            num_components=config.components,
+            e_step=config.e_step,
+            prior=config.prior,
+            causal=causal,
+            dropout=config.weight_dropout,
+            bias=config.attention_bias,
+            feature_map=config.feature_map,
+            learn_variance=config.learn_variance,
+            prior_positions=config.prior_positions,
+            prior_momentum=config.prior_momentum,
+            rotary_dim=rotary_dim,
+            impl=config.impl,
+        )
+        layers.append(
+            Block(attention, config.hidden, dropout=config.dropout, activation=config.activation, norm=config.norm)
+        )
+    return Stack(layers, recompute=config.recompute)
+
+
+class TokenEncoder(nn.Module):
+    """Embedding of tokens, with learned, sinusoidal or rotary positions, and the layers.
+
+    With sinusoidal positions the embedding is multiplied by sqrt(E), as Vaswani et al. have it.
+    """
+
+    def __init__(self, config: ClassifierConfig | LanguageModelConfig, *, causal: bool = False) -> None:
+        super().__init__()
+        self.max_length = config.max_length
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        nn.init.normal_(self.tokens.weight, std=EMBEDDING_STD)
+        self.positions: nn.Module
+        rotary_dim = 0
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.max_length, config.width)
+            nn.init.normal_(self.positions.weight, std=EMBEDDING_STD)
+        elif config.positions == "sinusoidal":
+            self.positions = SinusoidalPositions(config.width)
+        else:
+            head_dim = config.head_dim or config.width // config.heads
+            rotary_dim = rotary_width(config.rotary_share, head_dim)
+            self.positions = RotaryPositions(head_dim, rotary_dim)
+        self.scale = math.sqrt(config.width) if config.positions == "sinusoidal" else 1.0
+        self.dropout = nn.Dropout(config.dropout)
+        self.stack = make_stack(config, causal=causal, rotary_dim=rotary_dim)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "b n"],
+        mask: Bool[Tensor, "b nk"] | None = None,
+        positions: Int[Tensor, "b n"] | None = None,
+        cache: StackCache | None = None,
+    ) -> Float[Tensor, "b n e"]:
+        """What the last layer makes of every token.
+
+        Args:
+            tokens: (B,N), of any integer type.
+            mask: (B,Nk), True for real tokens; with a cache it covers the tokens in the cache and the new ones.
+            positions: (B,N), of the new tokens; None counts on from the cache.
+            cache: of `new_cache`, with the tokens before these.
+        """
+        start = 0 if cache is None else cache.length
+        self._check(tokens, mask, positions, start)
+        x = self.tokens(tokens.long())
+        x = x if self.scale == 1 else x * self.scale
+        rotary = None
+        if isinstance(self.positions, RotaryPositions):
+            rotary = self._rotation(self.positions, tokens, positions, start, x.dtype)
+        elif isinstance(self.positions, nn.Embedding) and positions is None:
+            x = x + self.positions.weight[start : start + tokens.shape[1]]
+        else:
+            where = counted(tokens, start) if positions is None else positions
+            x = x + (self.positions(where) if self.scale == 1 else self.positions(where, x.dtype))
+        padding = None if mask is None else ~mask
+        return self.stack(self.dropout(x), padding, rotary, cache)  # type: ignore[no-any-return]
+
+    def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
+        return self.stack.new_cache(batch_size, capacity)
+
+    def _rotation(
+        self, module: RotaryPositions, tokens: Tensor, positions: Tensor | None, start: int, dtype: torch.dtype
+    ) -> Rotation:
+        kind = tokens.device.type
+        if torch.is_autocast_enabled(kind):  # queries and keys come out of a product: in this type
+            dtype = torch.get_autocast_dtype(kind)
+        where = counted(tokens, start)[None] if positions is None else positions
+        return module(where, dtype)  # type: ignore[no-any-return]
+
+    def _check(self, tokens: object, mask: object, positions: object, start: int) -> None:
+        check_integers("tokens", tokens, None)
+        assert isinstance(tokens, Tensor)  # checked
+        stop = start + tokens.shape[1]
+        check.check_mask("mask", mask, "B,Nk", (len(tokens), stop), tokens)
+        if positions is not None:
+            check_integers("positions", positions, tuple(tokens.shape))
+        elif isinstance(self.positions, nn.Embedding) and stop > self.max_length:
+            raise ValueError(f"tokens: expected at most {self.max_length} positions (max_length), got {stop}")
+
+
+def counted(tokens: Tensor, start: int) -> Tensor:
+    return torch.arange(start, start + tokens.shape[1], device=tokens.device)
+
+
+def check_integers(name: str, value: object, shape: tuple[int, ...] | None) -> None:
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+        got = f"dtype {value.dtype}" if isinstance(value, Tensor) else check.describe(value)
+        raise TypeError(f"{name}: expected an integer tensor (B,N), got {got}")
+    if value.dim() != 2:
+        raise ValueError(f"{name}: expected 2 dimensions (B,N), got {check.describe(value)}")
+    if shape is not None:
+        check.check_shape(name, value, "B,N", shape)
+
+
+def rotary_width(share: float, head_dim: int) -> int:
+    """How many numbers of a head turn: an even number, near `share` of it."""
+    if not 0 < share <= 1:
+        raise ValueError(f"rotary_share: expected above 0 and at most 1, got {share}")
+    return max(2, 2 * round(share * head_dim / 2))

@@ -1,0 +1,108 @@
+"""A causal language model with tied embeddings, and what evaluation and generation ask of it.
+
+B batch, N positions of this call, Nk positions so far, E width of the model, V tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mgk.models.config import LanguageModelConfig
+from mgk.models.encoder import TokenEncoder
+from mgk.nn import StackCache, TiedSoftmax
+from mgk.nn.output import IGNORE
+from mgk.ops.cost import LINEAR
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+INITIAL_STD = 0.02
+
+
+class LanguageModel(nn.Module):
+    """log p(token | tokens before it).
+
+    Initial values are those of the Transformer-XL code that the paper's experiments build on: every matrix normal with
+    std 0.02, biases zero. With norm="pre" the matrices that write into the residual sum are smaller by sqrt(2 layers),
+    as in GPT-2.
+    """
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = TokenEncoder(config, causal=True)
+        self.dropout = nn.Dropout(config.dropout)
+        self.output = TiedSoftmax(config.vocabulary, config.width, config.cutoffs)
+        self._initialise()
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `loss` has fixed shapes and never waits for the device.
+
+        An adaptive softmax counts its targets on the host, and the causal scan of the linear family looks at its range.
+        """
+        return self.output.capturable and self.config.attention not in LINEAR
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "b n"],
+        mask: Bool[Tensor, "b nk"] | None = None,
+        *,
+        positions: Int[Tensor, "b n"] | None = None,
+        cache: StackCache | None = None,
+        last: int | None = None,
+    ) -> Float[Tensor, "b n v"]:
+        """Logits of the next token, in float32.
+
+        Args:
+            tokens: (B,N). With a cache, the tokens after those in it.
+            mask: (B,Nk), True for real tokens, in the cache or new. Padding may stand on either side.
+            positions: (B,N); None counts the real tokens.
+            cache: of `new_cache`; the tokens are added to it. Such a call is not differentiated.
+            last: logits of so many last positions alone, (B,last,V).
+        """
+        return self.output(self.hidden(tokens, mask, positions, cache, last), self.encoder.tokens.weight)  # type: ignore[no-any-return]
+
+    def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
+        """An empty cache for `forward`. `capacity` reserves room for so many positions at once."""
+        return self.encoder.new_cache(batch_size, capacity)
+
+    def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Mean nats per token of a batch with "tokens" and "target", and of how many; IGNORE (-100) is no target."""
+        losses, target = self.token_losses(batch), batch["target"]
+        count = (target != IGNORE).sum()
+        return {"loss": losses.sum() / count.clamp(min=1), "count": count}
+
+    def token_losses(self, batch: dict[str, Tensor], last: int | None = None) -> Float[Tensor, "b n"]:
+        """Nats of each target, or of so many last ones: what a sliding window adds up."""
+        hidden = self.hidden(batch["tokens"], batch.get("mask"), last=last)
+        target = batch["target"][:, -hidden.shape[1] :].long()
+        losses = self.output.losses(hidden.flatten(0, 1), self.encoder.tokens.weight, target.flatten())
+        return losses.view_as(target)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: StackCache | None = None,
+        last: int | None = None,
+    ) -> Float[Tensor, "b n e"]:
+        """What the softmax reads."""
+        if positions is None and mask is not None:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        x = self.encoder(tokens, mask, positions, cache)
+        return self.dropout(x if last is None else x[:, -last:])  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                writes = self.config.norm == "pre" and name.endswith(("out_proj", "down"))
+                nn.init.normal_(module.weight, std=INITIAL_STD / (math.sqrt(2 * self.config.layers) if writes else 1))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)

@@ -1,0 +1,57 @@
+"""A vision transformer: an image as a sequence of patches.
+
+B batch, C channels, S side of an image, P side of a patch, N patches, E width of the model, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mgk.models.classifier import classification
+from mgk.models.config import VisionConfig
+from mgk.models.encoder import EMBEDDING_STD, make_stack
+from mgk.ops import arguments as check
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class VisionTransformer(nn.Module):
+    """Linear embedding of the patches, learned positions, layers, mean or class token, one linear classifier."""
+
+    capturable = True  # forward and loss have fixed shapes and never wait for the device
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        patches = (config.image_size // config.patch_size) ** 2
+        extra = config.pooling == "class"
+        self.patches = nn.Linear(config.channels * config.patch_size**2, config.width)
+        self.positions = nn.Parameter(torch.empty(patches + extra, config.width))
+        self.class_token = nn.Parameter(torch.empty(config.width)) if extra else None
+        for parameter in (self.positions, self.class_token):
+            if parameter is not None:
+                nn.init.normal_(parameter, std=EMBEDDING_STD)
+        self.dropout = nn.Dropout(config.dropout)
+        self.stack = make_stack(config)
+        self.classifier = nn.Linear(config.width, config.classes)
+
+    def forward(self, pixels: Float[Tensor, "b c s s"]) -> Float[Tensor, "b k"]:
+        """Logits."""
+        c = self.config
+        pixels = check.check_tensor("pixels", pixels, "B,C,S,S")
+        check.check_shape("pixels", pixels, "B,C,S,S", (len(pixels), c.channels, c.image_size, c.image_size))
+        side = c.image_size // c.patch_size
+        grid = pixels.reshape(len(pixels), c.channels, side, c.patch_size, side, c.patch_size)
+        x = self.patches(grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.to(x.dtype).expand(len(x), 1, -1), x), 1)
+        x = self.stack(self.dropout(x + self.positions))
+        return self.classifier(x.mean(1) if self.class_token is None else x[:, 0])  # type: ignore[no-any-return]
+
+    def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a batch with "pixels" and "label"."""
+        return classification(self(batch["pixels"]), batch["label"])

@@ -1,0 +1,138 @@
+"""A transformer layer around any attention, and a stack of them.
+
+B batch, N positions of this call, Nk positions so far, E width of the model, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mgk.nn.attention import MixtureAttention
+from mgk.nn.cache import KeyValueCache, StackCache, StateCache
+from mgk.nn.embeddings import Rotation
+from mgk.ops import arguments as check
+from mgk.ops.cost import GAUSSIAN
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each added to its input.
+
+        norm="pre":   x + f(LayerNorm(x))      norm="post":   LayerNorm(x + f(x))
+
+    Args:
+        attention: its `embed_dim` is E.
+        hidden: width inside the feed-forward network.
+        dropout: of what is added, and inside the feed-forward network.
+        activation: "gelu" or "relu".
+        norm: "pre" or "post".
+    """
+
+    def __init__(
+        self, attention: MixtureAttention, hidden: int, *, dropout: float = 0.0, activation: str = "gelu", norm: str
+    ) -> None:
+        super().__init__()
+        width = attention.embed_dim
+        self.norm = check.check_choice("norm", norm, ("pre", "post"))
+        self.attention = attention
+        self.attention_norm = nn.LayerNorm(width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, check.check_count("hidden", hidden))
+        self.activation = ACTIVATIONS[check.check_choice("activation", activation, ACTIVATIONS)]()
+        self.down = nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(check.check_probability("dropout", dropout))
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n e"],
+        padding: Bool[Tensor, "b nk"] | None = None,
+        rotary: Rotation | None = None,
+        cache: KeyValueCache | StateCache | None = None,
+    ) -> Float[Tensor, "b n e"]:
+        """`padding` is True where a position is padding; what comes out there means nothing."""
+        if self.norm == "pre":
+            x = x + self._attend(self.attention_norm(x), padding, rotary, cache)
+            return x + self._feed_forward(self.feed_forward_norm(x))
+        x = self.attention_norm(x + self._attend(x, padding, rotary, cache))
+        return self.feed_forward_norm(x + self._feed_forward(x))  # type: ignore[no-any-return]
+
+    def _attend(
+        self, x: Tensor, padding: Tensor | None, rotary: Rotation | None, cache: KeyValueCache | StateCache | None
+    ) -> Tensor:
+        queries = None
+        # Only these operators save anything by it; and a single query, the step of a decoder, is never padding.
+        if padding is not None and self.attention.variant in GAUSSIAN and x.shape[1] > 1:
+            queries = padding if padding.shape[1] == x.shape[1] else padding[:, -x.shape[1] :]
+        output, _ = self.attention(x, key_padding_mask=padding, query_padding_mask=queries, rotary=rotary, cache=cache)
+        return self.dropout(output)  # type: ignore[no-any-return]
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(self.dropout(self.activation(self.up(x)))))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """Layers one after the other, with a last LayerNorm if they are pre-LN.
+
+    Args:
+        layers: the layers, all of one kind.
+        recompute: in training keep only what enters each layer, and compute the rest again in backward.
+    """
+
+    def __init__(self, layers: list[Block], *, recompute: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        pre, width = layers[0].norm == "pre", layers[0].attention.embed_dim
+        self.final_norm = nn.LayerNorm(width) if pre else nn.Identity()
+        self.recompute = check.check_flag("recompute", recompute)
+
+    def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
+        return StackCache([layer.attention.new_cache(batch_size, capacity) for layer in self._blocks()])
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n e"],
+        padding: Bool[Tensor, "b nk"] | None = None,
+        rotary: Rotation | None = None,
+        cache: StackCache | None = None,
+    ) -> Float[Tensor, "b n e"]:
+        for index, layer in enumerate(self._blocks()):
+            if self.recompute and self.training and cache is None:
+                x = _with_recomputation(layer, x, padding, rotary)
+            else:
+                x = layer(x, padding, rotary, None if cache is None else cache.layers[index])
+        return self.final_norm(x)  # type: ignore[no-any-return]
+
+    def _blocks(self) -> Iterator[Block]:
+        return iter(self.layers)  # type: ignore[arg-type]
+
+
+def _with_recomputation(layer: Block, x: Tensor, padding: Tensor | None, rotary: Rotation | None) -> Tensor:
+    attention = layer.attention
+    if attention.prior_kind != "em":
+        return checkpoint(layer, x, padding, rotary, use_reentrant=False)  # type: ignore[no-any-return]
+    before = attention.log_prior.clone()  # type: ignore[union-attr]
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _prior_as_it_was(attention, before)
+
+    return checkpoint(layer, x, padding, rotary, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _prior_as_it_was(attention: MixtureAttention, before: Tensor) -> Iterator[None]:
+    """A forward that is done again reads the prior that the first one read, and takes no M-step of its own."""
+    now = attention.log_prior
+    attention.log_prior, attention.moves_prior = before, False
+    try:
+        yield
+    finally:
+        attention.log_prior, attention.moves_prior = now, True

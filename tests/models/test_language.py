@@ -1,0 +1,137 @@
+"""The language model: its formula, causality, and that caches, padding and short cuts change no logit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mgk.models import LanguageModelConfig, build
+from tests.models.common import KINDS, make, plain_encoder, random_tokens
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+# Logits are float32, of sums of a dozen numbers of the order of 1.
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+FORMS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "plain": {"cutoffs": ()},
+    "modern": {"norm": "pre", "positions": "rotary", "activation": "gelu", "cutoffs": ()},
+    "learned": {"positions": "learned"},
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+@every_kind
+@pytest.mark.parametrize("form", ["paper", "plain", "learned"])
+def test_logits_are_the_formula(kind: str, form: str) -> None:
+    model, tokens = make("language", kind, **FORMS[form]), random_tokens(2, 9)
+    hidden = plain_encoder(model.encoder, tokens, None, True)
+    weight, output = model.encoder.tokens.weight, model.output
+    scores = hidden @ weight.T + output.bias
+    if form == "plain":
+        torch.testing.assert_close(model(tokens), scores.float(), **CLOSE)
+    else:
+        clusters = hidden @ output.cluster_weight.T + output.cluster_bias
+        first = torch.cat([scores[..., :5], clusters], -1).log_softmax(-1)
+        parts = [first[..., :5]]
+        for place, part in ((5, scores[..., 5:11]), (6, scores[..., 11:])):
+            parts.append(first[..., place, None] + part.log_softmax(-1))
+        torch.testing.assert_close(model(tokens), torch.cat(parts, -1).float(), **CLOSE)
+
+
+@every_kind
+@every_form
+def test_the_future_does_not_change_the_past(kind: str, form: str) -> None:
+    model, tokens = make("language", kind, **FORMS[form]), random_tokens(2, 9)
+    other = tokens.clone()
+    other[:, 5:] = random_tokens(2, 4, seed=3)
+    one, two = model(tokens), model(other)
+    torch.testing.assert_close(one[:, :5], two[:, :5], **CLOSE)
+    assert (one[:, 5] - two[:, 5]).abs().max() > 1e-3
+
+
+@every_kind
+@every_form
+def test_steps_are_the_full_pass(kind: str, form: str) -> None:
+    model, tokens = make("language", kind, **FORMS[form]), random_tokens(2, 9)
+    cache = model.new_cache(2, capacity=9)
+    steps = [model(tokens[:, part], cache=cache) for part in (slice(0, 5), slice(5, 6), slice(6, 9))]
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens), **CLOSE)
+    assert cache.length == 9
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"smgk-positions"}))  # padding moves tokens to other places
+@every_form
+def test_left_padding(kind: str, form: str) -> None:
+    """Prompts of unlike length generate side by side what they generate alone."""
+    model, long, short = make("language", kind, **FORMS[form]), random_tokens(1, 7), random_tokens(1, 4, seed=5)
+    tokens = torch.cat([long, torch.nn.functional.pad(short, (3, 0), value=17)])
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[1, :3] = False
+    full = model(tokens, mask)
+    torch.testing.assert_close(full[0], model(long)[0], **CLOSE)
+    torch.testing.assert_close(full[1, 3:], model(short)[0], **CLOSE)
+    cache = model.new_cache(2)
+    steps = [
+        model(tokens[:, part], mask[:, : part.stop], cache=cache) for part in (slice(0, 4), slice(4, 5), slice(5, 7))
+    ]
+    torch.testing.assert_close(torch.cat(steps, 1)[mask], full[mask], **CLOSE)
+
+
+@every_kind
+@every_form
+def test_loss_is_that_of_the_logits(kind: str, form: str) -> None:
+    """The value, and the gradient of every parameter, with a target left out."""
+    model, tokens, target = make("language", kind, **FORMS[form]), random_tokens(2, 9), random_tokens(2, 9, seed=1)
+    target[0, 2] = -100
+    result = model.loss({"tokens": tokens, "target": target})
+    assert result["count"] == 17
+    grads = torch.autograd.grad(result["loss"], list(model.parameters()), allow_unused=True)
+    chosen = model(tokens).log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    expected = -(chosen * (target >= 0)).sum() / 17
+    torch.testing.assert_close(result["loss"], expected, **CLOSE)
+    others = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    # Gradients pass through float32 logits: sums of some hundred numbers of the order of 1.
+    torch.testing.assert_close(grads, others, rtol=1e-4, atol=1e-4)
+    assert all(grad is not None for grad in grads)
+
+
+@every_form
+def test_last_positions_alone(form: str) -> None:
+    model, tokens, target = make("language", **FORMS[form]), random_tokens(2, 9), random_tokens(2, 9, seed=1)
+    torch.testing.assert_close(model(tokens, last=2), model(tokens)[:, -2:], **CLOSE)
+    data = {"tokens": tokens, "target": target}
+    losses: Tensor = model.token_losses(data)
+    assert losses.shape == (2, 9)
+    torch.testing.assert_close(model.token_losses(data, last=1), losses[:, -1:], **CLOSE)
+    torch.testing.assert_close(model.loss(data)["loss"], losses.mean(), **CLOSE)
+
+
+def test_capturable() -> None:
+    """An adaptive softmax and a causal linear scan look at numbers on the host."""
+    assert make("language", cutoffs=()).capturable
+    assert not make("language").capturable
+    assert not make("language", "smlk", cutoffs=()).capturable
+    for other in ("classifier", "matcher", "vision"):
+        assert make(other).capturable
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_initial_values(norm: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = build(LanguageModelConfig(layers=2, vocabulary=500, cutoffs=(), norm=norm, attention_bias=True))
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight") and parameter.dim() == 2:
+            writes = norm == "pre" and name.endswith(("out_proj.weight", "down.weight"))
+            # 16,384 numbers at least: their std is right to 1 / sqrt(2 * 16384) = 0.6%
+            assert abs(parameter.std() / (0.02 / (2 if writes else 1)) - 1) < 0.03, name
+        elif "norm" not in name and name.endswith("bias"):
+            assert not parameter.any(), name
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    model, tokens = make("language", dropout=0.5), random_tokens(2, 9)
+    torch.testing.assert_close(model(tokens), model(tokens), rtol=0, atol=0)
+    assert (model.train()(tokens) - model(tokens)).abs().max() > 1e-3
