@@ -1,3 +1,4 @@
 from mgk.cli import main
 
-raise SystemExit(main())
+if __name__ == "__main__":  # processes that a run starts import this file too
+    raise SystemExit(main())

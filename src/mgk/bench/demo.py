@@ -1,4 +1,4 @@
-"""The short tour: every variant beside the dense formula of the paper, then speed and memory beside full heads.
+"""The short tour: every variant beside the dense formula of the paper, then two models trained side by side.
 
 B batch, H heads, M components, N positions, D width of a head (of a value too).
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -15,12 +17,17 @@ from rich.table import Table
 from torch import Tensor
 
 import mgk
-from mgk.bench.common import Case, Report
-from mgk.bench.cpu import Cpu
-from mgk.bench.measure import relative_error, run
+import mgk.data
+from mgk.bench.measure import relative_error
+from mgk.ops.arguments import check_count
+from mgk.recipes import Comparison, compare, recipe
+from mgk.train import Config, replace
 
-CASE = Case("demo", batch=1, heads=8, length=2048, width=32)
 VARIANTS = ("mgk soft", "mgk hard", "smgk soft", "smgk hard", "mlk", "smlk")
+ATTENTIONS = ("softmax:4", "smgk:2")
+STEPS = 1500
+# Expressions short enough to be learnt in a minute, such as [MAX 2 [MIN 4 7 ] 0 ].
+LISTOPS: dict[str, Any] = {"sizes": (20_000, 500, 1_000), "lengths": (6, 30), "depth": 3, "arguments": 4}
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,37 @@ def linear_weights(query: Tensor, key: Tensor, log_prior: Tensor) -> Tensor:
     return scores / scores.sum(-1, keepdim=True)
 
 
-def demo(case: Case = CASE, *, rounds: int = 3, console: Console | None = None) -> tuple[list[Agreement], Report]:
-    """Compare and measure; with a console, show it."""
+def settings(steps: int = 0) -> Config:
+    """The recipe of ListOps, made small: short expressions, no dropout, a higher learning rate."""
+    steps = check_count("steps", steps or STEPS)
+    return replace(
+        recipe("lra-listops"),
+        model__max_length=LISTOPS["lengths"][1],
+        model__dropout=0.0,
+        model__attention_dropout=0.0,
+        data__options=tuple(
+            f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in LISTOPS.items()
+        ),
+        data__pad_multiple=16,
+        optimiser__lr=2e-3,
+        optimiser__warmup=min(100, steps),
+        steps=steps,
+        eval_every=max(1, steps // 6),
+        log_every=25,
+        workers=0,
+        device="cpu",
+    )
+
+
+def folder(out: str | Path, steps: int = 0) -> Path:
+    """Where the runs go; runs of another length are other runs."""
+    return Path(out) / f"steps-{settings(steps).steps}"
+
+
+def demo(
+    *, steps: int = 0, out: str | Path = "runs/demo", console: Console | None = None
+) -> tuple[list[Agreement], Comparison]:
+    """Compare the variants with their formulas, then train; with a console, show it."""
     agreements = [agreement(variant) for variant in VARIANTS]
     if console is not None:
         title = "largest relative error against the dense formula in float64"
@@ -82,7 +118,12 @@ def demo(case: Case = CASE, *, rounds: int = 3, console: Console | None = None) 
         for row in agreements:
             table.add_row(row.variant, *(f"{error:.0e}" for error in (row.float32, row.float64, row.extreme)))
         console.print(table)
-    report = run(Cpu(), [case], rounds=rounds, console=console)
+        console.print("training softmax with 4 heads, then sMGK with 2, on short ListOps (10 classes: chance is 10%)")
+    data = Path(out) / "data"
+    path = mgk.data.prepare("listops", root=data, **LISTOPS)
+    config, runs = settings(steps), folder(out, steps)
+    found = compare(config, ATTENTIONS, out=runs, data_root=data, quiet=console is None)
     if console is not None:
-        console.print(report.tables())
-    return agreements, report
+        print(found.table())
+        print(f"data: {path}\nruns: {runs}\ntable: {runs / 'comparison.md'}")
+    return agreements, found

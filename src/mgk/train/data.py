@@ -1,0 +1,90 @@
+"""The data of a run, as the loop reads it: batches of this process, in page-locked memory where there is a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mgk.data
+from mgk.data import Batch, Batches, Evaluation, stream
+from mgk.models.config import VisionConfig
+from mgk.train.config import Config
+
+
+class Source:
+    """The splits of a prepared set, cut into batches."""
+
+    def __init__(
+        self, config: Config, root: str | Path | None, rank: int = 0, world: int = 1, pin: bool = False
+    ) -> None:
+        self.config, self.rank, self.world, self.pin = config, rank, world, pin
+        self.prepared = load(config, root)
+        for split in (config.data.valid, config.data.test):
+            self.prepared.split(split)  # a wrong name is told now, not at the first evaluation
+        self.max_length = None if isinstance(config.model, VisionConfig) else config.model.max_length
+        self.batches = Batches(
+            self.prepared.split(config.data.train),
+            config.data.batch,
+            seed=config.seed,
+            max_length=self.max_length,
+            bucket=config.data.bucket,
+            pad_multiple=config.data.pad_multiple,
+            rank=rank,
+            world=world,
+        )
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        return {"name": self.prepared.name, "digest": self.prepared.digest, "options": options(self.config)}
+
+    def training(self, start: int, stop: int) -> Iterator[Batch]:
+        return stream(self.batches, start, stop, workers=self.config.workers, pin=self.pin)
+
+    def training_batch(self, step: int) -> Batch:
+        return self.batches[step]
+
+    def evaluation(self, split: str, batches: int = 0) -> Iterator[Batch]:
+        """A split once, or so many batches of it, evenly spread."""
+        c = self.config.data
+        size = c.valid_batch or c.batch
+        examples = Evaluation(
+            self.prepared.split(split),
+            size,
+            max_length=self.max_length,
+            pad_multiple=c.pad_multiple,
+            limit=batches * size or None,
+            rank=self.rank,
+            world=self.world,
+        )
+        return stream(examples, workers=self.config.workers, pin=self.pin)
+
+
+def load(config: Config, root: str | Path | None) -> mgk.data.Prepared:
+    """The prepared set of a configuration; one that does not fit the model is an error."""
+    prepared = mgk.data.load(config.data.name, root=None if root is None else Path(root), **options(config))
+    facts = prepared.manifest["facts"]
+    for name in ("vocabulary", "classes"):
+        own, needed = getattr(config.model, name, None), facts.get(name)
+        if own is not None and needed is not None and own < needed:
+            raise ValueError(
+                f"model.{name}: expected at least {needed}, as {config.data.name} has, got {own}; "
+                f"add --model.{name} {needed}"
+            )
+    return prepared
+
+
+def options(config: Config) -> dict[str, Any]:
+    """The options that the set was prepared with: `lengths=[16,64]` is {"lengths": (16, 64)}."""
+    result: dict[str, Any] = {}
+    for item in config.data.options:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"data.options: expected NAME=VALUE, got {item!r}")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = value
+        result[name] = tuple(parsed) if isinstance(parsed, list) else parsed
+    return result

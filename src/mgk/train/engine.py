@@ -1,0 +1,287 @@
+"""The training loop. Everything that can differ between two runs is in the configuration; everything that a run has
+learnt is in its checkpoint; batches, dropout and learning rates are functions of the step. So a run that was stopped at
+any moment goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import resource
+import signal
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from mgk.train import checkpoint, data
+from mgk.train.config import Config
+from mgk.train.diagnose import culprit
+from mgk.train.fabric import launch, part
+from mgk.train.files import write_json
+from mgk.train.graph import Batch, to_device
+from mgk.train.learner import Learner, perplexity
+from mgk.train.progress import Progress
+from mgk.train.run import Run
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+
+class TrainingError(RuntimeError):
+    """The numbers of a run went wrong."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run."""
+
+    run: str
+    finished: bool
+    """False if it was told to stop; it can be continued."""
+    step: int
+    parameters: int
+    best_step: int = 0
+    valid: dict[str, float] = dataclasses.field(default_factory=dict)
+    test: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds_per_step: float = 0.0
+    """Median over the lines of the log, evaluations left out."""
+    peak_bytes: int = 0
+    """Of the GPU's memory, or of the whole process on a CPU."""
+
+
+def train(
+    settings: Config, out: str | Path, *, resume: bool = False, data_root: str | Path | None = None, quiet: bool = True
+) -> Result:
+    """Train as the configuration says, in the folder `out`, and measure the best checkpoint on the test split.
+
+    Args:
+        settings: what to train; see `mgk.recipes`.
+        out: the folder of the run.
+        resume: continue the run in `out` from its last checkpoint, or begin it if there is none.
+        data_root: where prepared data sets are; None is `mgk.data.root()`.
+        quiet: show no progress.
+    """
+    fabric = launch(settings)
+    result = run_with(fabric, settings, Path(out), resume, data_root, quiet)
+    part()
+    return result
+
+
+def run_with(
+    fabric: Fabric, settings: Config, out: Path, resume: bool, data_root: str | Path | None, quiet: bool
+) -> Result:
+    """`train`, once the processes have met."""
+    reset_peak(fabric)
+    run = Run(out, settings, resume=resume, writes=fabric.global_rank == 0)
+    done = out / "result.json"
+    if resume and done.exists():
+        return Result(**json.loads(done.read_text()))
+    source = data.Source(settings, data_root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")
+    learner = Learner(fabric, settings)
+    fabric.barrier()  # every process has looked at the folder before one writes to it
+    run.begin({"data": source.sums, "seed": settings.seed, "processes": fabric.world_size})
+    fabric.barrier()
+    state = Progressed.restore(run, learner)
+    title = "/".join(out.parts[-2:])
+    progress = Progress(title, settings.steps, state.step, quiet=quiet or not run.writes)
+    with progress, Interrupt() as interrupt:
+        state = loop(fabric, settings, run, source, learner, state, progress, interrupt)
+    result = Result(
+        str(out), state.step == settings.steps, state.step, learner.parameters, state.best_step, state.best_valid
+    )
+    if result.finished:
+        learner.load(checkpoint.load(out / "best").weights)
+        scores = learner.evaluate(source.evaluation(settings.data.test))
+        run.log("test", state.step, **scores)
+        speed = statistics.median(state.speeds) if state.speeds else 0.0
+        result = dataclasses.replace(result, test=scores, seconds_per_step=speed, peak_bytes=peak_bytes(fabric))
+        if run.writes:
+            write_json(done, dataclasses.asdict(result))
+        fabric.barrier()
+    run.close()
+    return result
+
+
+def loop(
+    fabric: Fabric, c: Config, run: Run, source: data.Source, learner: Learner, state: Progressed, progress: Progress,
+    interrupt: Interrupt,
+) -> Progressed:  # fmt: skip
+    """From the step of `state` to the last one, or to a signal."""
+    clock = Clock()
+    for batch in source.training(state.step, c.steps):
+        learner.update(state.step, batch)
+        state.step += 1
+        clock.count(batch)
+        progress.advance(state.step)
+        ended = state.step == c.steps
+        evaluates = ended or state.step % c.eval_every == 0
+        logs = evaluates or state.step % c.log_every == 0
+        stopping = interrupt.agreed(fabric, logs)
+        if logs or stopping:
+            check_finite(fabric, run, source, learner)
+        if logs:
+            numbers = learner.read()
+            state.speeds.append(clock.seconds_per_step())
+            shown = numbers if learner.classifies else numbers | {"perplexity": perplexity(numbers["loss"])}
+            run.log("train", state.step, **shown, lr=learner_rate(learner), seconds_per_step=state.speeds[-1])
+            progress.show(state.step, **score(shown), **{"tokens/s": clock.tokens_per_second()})
+        if evaluates:
+            state.valid = learner.evaluate(source.evaluation(c.data.valid, c.eval_batches))
+            run.log("valid", state.step, **state.valid)
+            progress.show(state.step, **{f"valid {name}": value for name, value in score(state.valid).items()})
+            state.keep_best()
+        if evaluates or stopping:
+            save(run, learner, state, best=state.best_step == state.step)
+        if logs or stopping:
+            clock.restart()
+        if stopping:
+            break
+    return state
+
+
+@dataclass
+class Progressed:
+    """How far a run has come."""
+
+    step: int = 0
+    best: float = float("-inf")
+    best_step: int = 0
+    valid: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of the last evaluation while the run goes on."""
+    best_valid: dict[str, float] = dataclasses.field(default_factory=dict)
+    speeds: list[float] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def restore(cls, run: Run, learner: Learner) -> Progressed:
+        found = run.restore()
+        if found is None:
+            return cls()
+        learner.load(found.weights, found.state)
+        return cls(**found.state["progress"])
+
+    def keep_best(self) -> None:
+        value = self.valid["accuracy"] if "accuracy" in self.valid else -self.valid["loss"]
+        if value > self.best:
+            self.best, self.best_step, self.best_valid = value, self.step, self.valid
+
+
+def save(run: Run, learner: Learner, state: Progressed, *, best: bool) -> None:
+    progress = dataclasses.asdict(state)
+    content = checkpoint.Checkpoint(
+        state.step,
+        learner.weights(),
+        learner.state() | {"progress": progress},
+        {"valid": state.valid, "best": state.best_valid, "best_step": state.best_step},
+    )
+    if run.writes:
+        checkpoint.save(run.folder, content, best=best)
+    learner.fabric.barrier()  # nobody reads a link that is about to move
+
+
+def check_finite(fabric: Fabric, run: Run, source: data.Source, learner: Learner) -> None:
+    """Stop at a gradient that is not finite: the weights are still those it came from, and no checkpoint has it."""
+    step = learner.failed_at()
+    if step is None:
+        return
+    learner.seed(step)
+    learner.objective.train()
+    with fabric.autocast():
+        where = culprit(learner.objective, to_device(source.training_batch(step), learner.device))
+    kept = checkpoint.newest(run.folder)
+    good = f"step {checkpoint.read_facts(kept)['step']} is kept in {kept}" if kept else "there was no checkpoint yet"
+    c = learner.config
+    clip = "" if c.optimiser.clip else ", clip gradients (--optimiser.clip 1)"
+    exact = "" if c.precision == "32-true" or learner.device.type == "cpu" else ", or compute in --precision 32-true"
+    raise TrainingError(
+        f"step {step}: not finite: {where}; {good}. Lower --optimiser.lr (now {c.optimiser.lr:g}), warm up longer"
+        f"{clip}{exact}"
+    )
+
+
+def score(numbers: dict[str, float]) -> dict[str, float]:
+    """Of all numbers those a person wants to see at a glance."""
+    return {name: numbers[name] for name in ("loss", "accuracy", "perplexity") if name in numbers}
+
+
+def learner_rate(learner: Learner) -> float:
+    return float(learner.optimiser.optimizer.param_groups[0]["lr"])
+
+
+def reset_peak(fabric: Fabric) -> None:
+    """Let the peak of memory be that of this run, where the system lets us say so."""
+    if fabric.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(fabric.device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(fabric: Fabric) -> int:
+    if fabric.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(fabric.device)
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Clock:
+    """Time between two moments when the device had nothing left to do."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.start, self.steps, self.tokens = time.perf_counter(), 0, 0
+
+    def count(self, batch: Batch) -> None:
+        real = batch.get("mask", batch.get("tokens", batch.get("label")))
+        assert real is not None  # every batch has one of them
+        self.steps += 1
+        self.tokens += int(real.sum()) if real.dtype == torch.bool else real.numel()
+
+    def seconds_per_step(self) -> float:
+        return (time.perf_counter() - self.start) / max(self.steps, 1)
+
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(time.perf_counter() - self.start, 1e-9)
+
+
+class Interrupt:
+    """SIGTERM and the first Ctrl-C ask the loop to stop after the step it is in; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self.before = {s: signal.signal(s, self.ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def agreed(self, fabric: Fabric, logs: bool) -> bool:
+        """Processes stop together or they wait for each other forever: they ask each other when they log anyway."""
+        if fabric.world_size == 1:
+            return self.asked
+        if not logs:
+            return False
+        asked = torch.tensor(float(self.asked), device=fabric.device)
+        return bool(fabric.all_reduce(asked, reduce_op="sum"))

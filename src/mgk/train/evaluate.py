@@ -1,0 +1,112 @@
+"""A finished run, measured: accuracy, or perplexity in two ways that must not be mixed up.
+
+B windows of a batch, N positions of a window, T tokens of a text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mgk.data import Stream
+from mgk.models import LanguageModel, build
+from mgk.train import checkpoint, config, data
+from mgk.train.config import Config
+from mgk.train.fabric import launch
+from mgk.train.learner import Learner, load_weights, perplexity
+from mgk.train.progress import Progress
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    split: str = "",
+    which: str = "best",
+    sliding: bool | None = None,
+    batch: int = 256,
+    device: str = "auto",
+    data_root: str | Path | None = None,
+    quiet: bool = True,
+) -> dict[str, Any]:
+    """Measure a run on a split.
+
+    Args:
+        run: folder of the run.
+        split: which split; "" is the test split of its configuration.
+        which: checkpoint, "best" or "last".
+        sliding: for a language model, the perplexity of the paper too: a window that slides by one token. None does so
+            on a GPU, where it takes minutes, and leaves it out on a CPU.
+        batch: windows of a batch.
+        device: "auto", "cpu" or "cuda".
+        data_root: where prepared data sets are.
+        quiet: show no progress.
+    """
+    folder = Path(run)
+    settings = config.replace(config.read(folder / "config.json"), device=device, strategy="auto", accumulate=1)
+    saved = checkpoint.load(existing(folder, which))
+    split = split or settings.data.test
+    learner = Learner(launch(settings), settings)
+    learner.load(saved.weights)
+    source = data.Source(settings, data_root, pin=learner.device.type == "cuda")
+    result: dict[str, Any] = {"run": str(run), "checkpoint": which, "step": saved.step, "split": split}
+    measured = learner.evaluate(source.evaluation(split))
+    if settings.kind != "language":
+        return result | measured
+    length = settings.model.max_length  # type: ignore[union-attr]
+    result |= {"window": length, "non-overlapping": bits(measured["loss"])}
+    if sliding or (sliding is None and learner.device.type == "cuda"):
+        text = source.prepared.split(split)
+        assert isinstance(text, Stream)  # what a language model is trained on
+        with torch.no_grad(), learner.fabric.autocast():
+            loss = sliding_loss(learner.model, text.tokens, length, batch, quiet=quiet)
+        result["sliding by one"] = bits(loss)
+    return result
+
+
+def sliding_loss(model: LanguageModel, tokens: Any, window: int, batch: int, *, quiet: bool = True) -> float:
+    """Mean nats per token as the paper measures it: every token but the first is predicted once.
+
+    A window of N tokens slides by one. Of the first window all positions count, of every other one the last alone, so
+    that a token is predicted from the N tokens before it wherever there are so many. The windows of a batch are rows of
+    one strided view, and the softmax is computed for the positions that count.
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    tokens = torch.from_numpy(np.asarray(tokens).astype(np.int64)).to(device)
+    window = min(window, len(tokens) - 1)
+    rows = tokens.unfold(0, window + 1, 1)  # (T - N, N + 1): a window, and the token after each of its tokens
+
+    def losses(part: Tensor, last: int | None) -> Tensor:
+        return model.token_losses({"tokens": part[:, :-1], "target": part[:, 1:]}, last=last).double().sum()
+
+    total = losses(rows[:1], None)
+    with Progress("sliding window", len(rows), 1, quiet=quiet) as progress:
+        for start in range(1, len(rows), batch):
+            total += losses(rows[start : start + batch], 1)
+            progress.show(min(start + batch, len(rows)))
+    return float(total) / (len(tokens) - 1)
+
+
+def bits(loss: float) -> dict[str, float]:
+    """A loss in nats per token in the units people use: perplexity for words, bits for bytes."""
+    return {"loss": loss, "perplexity": perplexity(loss), "bits": loss / float(np.log(2))}
+
+
+def load_model(run: str | Path, which: str = "best") -> tuple[Any, Config]:
+    """The trained model of a run, in evaluation mode, and its configuration."""
+    settings = config.read(Path(run) / "config.json")
+    model = build(settings.model)
+    load_weights(model, checkpoint.load(existing(Path(run), which)).weights)
+    return model.eval(), settings
+
+
+def existing(folder: Path, which: str) -> Path:
+    if which not in ("best", "last"):
+        raise ValueError(f"which: expected best or last, got {which!r}")
+    if not (folder / which).exists():
+        raise ValueError(f"{folder}: no checkpoint {which} yet; train it first")
+    return folder / which

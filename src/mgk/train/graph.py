@@ -1,0 +1,80 @@
+"""A CUDA graph of the whole step per shape of batch: a small model's step is hundreds of launches otherwise.
+
+The first batch of a shape runs eagerly, as a step like any other: it compiles kernels and makes the optimiser's state.
+The second is captured, which computes nothing, and replayed, as are all that follow. So no step is ever done twice or
+left out, and a shape that comes once costs no graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+Work = Callable[[Batch], None]
+
+
+class Graphs:
+    """Calls `work(batch)` with the batch on the GPU. `work` leaves its results in tensors that outlive it.
+
+    All graphs share one pool of memory: they never run at the same time, so together they need what the largest needs.
+    """
+
+    def __init__(self, work: Work, device: torch.device, pool: Any = None) -> None:
+        self.work, self.device = work, device
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.seen: set[tuple[Any, ...]] = set()
+        self.captured: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Batch]] = {}
+
+    def __call__(self, batch: Batch) -> None:
+        shape = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
+        if shape not in self.seen:
+            self.seen.add(shape)
+            self.run_aside(to_device(batch, self.device))
+            return
+        if shape not in self.captured:
+            try:
+                self.captured[shape] = self.capture(to_device(batch, self.device))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise RuntimeError(f"a step cannot be captured in a CUDA graph ({reason}); add --graphs off") from error
+        graph, inputs = self.captured[shape]
+        for name, tensor in inputs.items():
+            tensor.copy_(batch[name], non_blocking=True)
+        graph.replay()
+
+    def run_aside(self, batch: Batch) -> None:
+        """On a stream of its own, as capturing wants the code to have run before."""
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self.work(batch)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        for tensor in batch.values():
+            tensor.record_stream(stream)
+
+    def capture(self, inputs: Batch) -> tuple[torch.cuda.CUDAGraph, Batch]:
+        graph = torch.cuda.CUDAGraph()
+        # The threads that pin the next batches' memory may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            self.work(inputs)
+        return graph, inputs
+
+
+class Eager:
+    """The same without graphs."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self.work, self.device = work, device
+
+    def __call__(self, batch: Batch) -> None:
+        self.work(to_device(batch, self.device))
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

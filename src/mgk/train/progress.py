@@ -1,0 +1,72 @@
+"""What a person sees while a run goes on: a bar where there is a terminal and rich, else a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+
+class Progress:
+    """Shows steps done, the latest numbers and the time left; `quiet` shows nothing."""
+
+    def __init__(self, title: str, steps: int, start: int = 0, *, quiet: bool = False) -> None:
+        self.title, self.steps, self.first = title, steps, start
+        self.numbers: dict[str, str] = {}
+        self.began = self.shown = time.monotonic()
+        self.bar: Any = None
+        self.quiet = quiet
+        if not quiet and sys.stderr.isatty():
+            self.bar = make_bar()
+        if self.bar is not None:
+            self.task = self.bar.add_task(title, total=steps, completed=start, numbers="")
+
+    def __enter__(self) -> Self:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def advance(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step)
+
+    def show(self, step: int, **numbers: float) -> None:
+        self.numbers |= {name: text(name, value) for name, value in numbers.items()}
+        line = "  ".join(f"{name} {value}" for name, value in self.numbers.items())
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, numbers=line)
+        elif not self.quiet and (time.monotonic() - self.shown > 10 or step == self.steps):
+            self.shown = time.monotonic()
+            left = (self.shown - self.began) / max(step - self.first, 1) * (self.steps - step)
+            print(f"{self.title}: step {step}/{self.steps}  {line}  {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def text(name: str, value: float) -> str:
+    if name.endswith("accuracy"):
+        return f"{value:.2%}"
+    return (
+        f"{value:,.0f}" if name.endswith("/s") or value >= 1000 else f"{value:.3g}" if value < 0.01 else f"{value:.3f}"
+    )
+
+
+def make_bar() -> Any:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None
+    columns = (
+        "{task.description}",
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
+    return Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True))

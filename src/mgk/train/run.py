@@ -1,0 +1,124 @@
+"""The folder of a run: everything that is needed to run it again, to continue it, and to see how it went.
+
+config.json    what was asked for            run.json      versions, commit, data sums, machine of every start
+log.jsonl      a line per interval           result.json   the end, with the score on the test split
+last, best     see checkpoint.py             events.*      TensorBoard's, if asked for
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgk.train import checkpoint, config
+from mgk.train.checkpoint import CheckpointError
+from mgk.train.config import Config
+from mgk.train.files import read_lines, write_json, write_text
+
+PACKAGES = ("mgk", "torch", "numpy", "safetensors", "lightning-fabric", "lightning", "triton")
+
+
+class Run:
+    """A run on disk. Only the process with `writes` changes it."""
+
+    def __init__(self, folder: Path, settings: Config, *, resume: bool, writes: bool) -> None:
+        self.folder, self.config, self.writes = folder, settings, writes
+        begun = (folder / "config.json").exists()
+        if begun and not resume:
+            raise ValueError(f"{folder}: holds a run already; continue it with --resume, or choose another --out")
+        if folder.exists() and not begun and any(path for path in folder.iterdir() if not path.name.startswith(".")):
+            raise ValueError(f"{folder}: expected the folder of a run or an empty one, found other files")
+        if begun:
+            config.check_same(config.read(folder / "config.json"), settings, folder)
+        self.begun = begun
+        self.events: Any = None
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Write what the run is made from; on resuming, what is new about this start."""
+        if not self.writes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "run.json"
+        starts = json.loads(path.read_text())["starts"] if path.exists() else []
+        write_json(path, {"starts": [*starts, facts | environment()]})
+        if not self.begun:
+            write_text(self.folder / "config.json", config.dump(self.config))
+        if self.config.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ValueError("tensorboard: not installed; pip install 'mgk[tensorboard]'") from None
+            self.events = SummaryWriter(str(self.folder))  # type: ignore[no-untyped-call]
+
+    def restore(self) -> checkpoint.Checkpoint | None:
+        """Where to go on, None at the very start. Lines of the log from after it are dropped: they come again."""
+        place = checkpoint.newest(self.folder)
+        found = None if place is None else checkpoint.load(place)
+        step = 0 if found is None else found.step
+        path = self.folder / "log.jsonl"
+        if self.writes and path.exists():
+            kept = [line for line in read_lines(path) if line["step"] <= step]
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        return found
+
+    def log(self, event: str, step: int, **numbers: float) -> None:
+        if not self.writes:
+            return
+        line = json.dumps({"event": event, "step": step, **numbers})
+        try:
+            with open(self.folder / "log.jsonl", "a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder / 'log.jsonl'}: cannot be written ({error.strerror}); "
+                "make room and continue from the last checkpoint with --resume"
+            ) from error
+        if self.events is not None:
+            for name, value in numbers.items():
+                self.events.add_scalar(f"{event}/{name}", value, step)
+
+    def close(self) -> None:
+        if self.events is not None:
+            self.events.close()
+
+
+def environment() -> dict[str, Any]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit(),
+        "machine": platform.machine(),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> str:
+    """The commit this code comes from, "+" if the tree differs from it, "unknown" outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "..") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("MGK_COMMIT", "unknown")

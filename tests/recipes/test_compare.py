@@ -1,0 +1,121 @@
+"""A grid runs what is not finished, and its table says what the runs say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgk.models import ClassifierConfig, MatcherConfig
+from mgk.ops.cost import Dimensions, attention_flops, projection_flops
+from mgk.recipes import compare, recipe
+from mgk.recipes.compare import Comparison, Row, interval, with_attention
+from mgk.train import CheckpointError, Config, engine
+from mgk.train.cost import flops
+from mgk.train.learner import Learner
+from tests.train.common import prepare, tiny
+
+ATTENTIONS = ("softmax:2", "smgk:1", "mgk:1:hard")
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("data"))
+
+
+def test_a_grid_goes_on_where_it_stopped(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(steps=4)
+    first = compare(config, ATTENTIONS[:1], seeds=2, out=tmp_path, data_root=data_root)
+    assert [len(row.scores) for row in first.rows] == [2]
+    started = []
+    real = Learner.__init__
+
+    def start(self: Learner, fabric: Any, config: Config) -> None:
+        started.append((config.model.attention, config.seed))
+        real(self, fabric, config)
+
+    monkeypatch.setattr(Learner, "__init__", start)
+    second = compare(config, ATTENTIONS, seeds=2, out=tmp_path, data_root=data_root)
+    assert started == [("smgk", 0), ("mgk", 0), ("smgk", 1), ("mgk", 1)]
+    assert second.rows[0] == first.rows[0]
+    assert [row.attention for row in second.rows] == list(ATTENTIONS)
+    for row in second.rows:
+        runs = sorted((tmp_path / row.attention.replace(":", "-")).iterdir())
+        results = [json.loads((run / "result.json").read_text()) for run in runs]
+        assert row.scores == [100 * result["test"]["accuracy"] for result in results]
+        assert row.parameters == results[0]["parameters"]
+    assert json.loads((tmp_path / "comparison.json").read_text())["rows"][0]["attention"] == "softmax:2"
+    assert (tmp_path / "comparison.md").read_text() == second.table() + "\n"
+
+
+def test_a_run_that_fails_does_not_stop_the_others(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = Learner.update
+
+    def failing(self: Learner, step: int, batch: object) -> None:
+        if self.config.model.attention == "softmax":
+            raise CheckpointError("no room")
+        update(self, step, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Learner, "update", failing)
+    found = compare(tiny(steps=2), ATTENTIONS[:2], out=tmp_path, data_root=data_root)
+    assert [row.attention for row in found.rows] == ["smgk:1"]
+    assert list(found.failed.values()) == ["CheckpointError: no room"]
+    assert "no room" in capsys.readouterr().err
+
+
+def test_runs_side_by_side_give_the_same(data_root: Path, tmp_path: Path) -> None:
+    config = tiny(steps=2)
+    one = compare(config, ATTENTIONS[:2], out=tmp_path / "one", data_root=data_root)
+    two = compare(config, ATTENTIONS[:2], out=tmp_path / "two", data_root=data_root, jobs=2)
+    assert [row.scores for row in one.rows] == [row.scores for row in two.rows]
+    for folder in ("softmax-2", "smgk-1"):
+        a, b = (tmp_path / name / folder / "seed-0" / "last" / "model.safetensors" for name in ("one", "two"))
+        assert a.read_bytes() == b.read_bytes()
+
+
+def test_a_stop_leaves_the_grid(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.Interrupt, "agreed", lambda self, fabric, logs: True)
+    with pytest.raises(KeyboardInterrupt):
+        compare(tiny(steps=2), ATTENTIONS[:1], out=tmp_path, data_root=data_root)
+
+
+def test_the_table_has_every_number() -> None:
+    rows = [
+        Row("softmax:8", [40.0, 42.0], 41.0, interval([40.0, 42.0]), 1_234_567, 2_500_000_000, 0.0123, 3 << 20),
+        Row("smgk:4", [43.5], 43.5, math.nan, 10, 1_000_000_000, 0.004, 1 << 20),
+    ]
+    table = Comparison("accuracy %", rows).table().splitlines()
+    assert len({len(line) for line in table}) == 1  # aligned
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert cells[2] == ["softmax:8", "41.00 ± 12.71", "2", "1,234,567", "2.5", "12.3", "3", "40.00 42.00"]
+    assert cells[3] == ["smgk:4", "43.50", "1", "10", "1", "4.0", "1", "43.50"]
+
+
+def test_the_interval_is_students() -> None:
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.776 * math.sqrt(2.5) / math.sqrt(5))
+    assert math.isnan(interval([1.0]))
+
+
+def test_attentions_are_read_strictly() -> None:
+    config = with_attention(recipe("lra-text"), "mgk:2:em")
+    assert (config.model.attention, config.model.heads, config.model.prior) == ("mgk", 2, "em")
+    for text in ("mgk", "mgk:", "mgk:two", "gauss:2", "mgk:2:soft", ":2"):
+        with pytest.raises(ValueError, match="attentions: expected VARIANT:HEADS"):
+            with_attention(recipe("lra-text"), text)
+    with pytest.raises(ValueError, match="expected at least one"):
+        compare(recipe("lra-text"), [], out="nowhere")
+
+
+def test_flops_are_those_of_the_layers() -> None:
+    model = ClassifierConfig(attention="smgk", heads=4, max_length=100)
+    d = Dimensions(variant="smgk", heads=4, head_dim=32, queries=100, keys=100, embed_dim=64)
+    feed_forward = 3 * 2 * (100 * 64 * 128 * 2)  # three products of each of two matrices
+    assert flops(model) == 2 * (attention_flops(d).total + projection_flops(d).total + feed_forward)
+    assert flops(MatcherConfig(attention="smgk", heads=4, max_length=100)) == 2 * flops(model)
+    assert flops(recipe("wikitext103").model) > 0
+    assert flops(recipe("cifar10").model) > 0

@@ -1,0 +1,113 @@
+"""Every recipe learns on small data, along a known curve; what the paper fixes is as the paper has it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from mgk.models import build
+from mgk.recipes import RECIPES, describe, recipe
+from mgk.train import data as source
+from mgk.train import evaluate, replace, train
+from tests.recipes.common import CASES, small
+from tests.train.common import losses
+
+GOLDEN = Path(__file__).parent / "golden.json"
+# Between two machines the first steps differ by rounding, which training makes grow.
+TOLERANCE = (1e-4, 1e-3, 1e-2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_learns_and_along_the_known_curve(name: str, tmp_path: Path) -> None:
+    config = small(name, tmp_path)
+    run = tmp_path / "run"
+    result = train(config, run, data_root=tmp_path)
+    curve = losses(run)
+    assert curve[-1] < curve[0]
+    if "accuracy" in result.test:
+        classes = config.model.classes  # type: ignore[union-attr]
+        # Four standard deviations of guessing on 50 examples above guessing.
+        assert result.test["accuracy"] > 1 / classes + 4 * math.sqrt((1 / classes) * (1 - 1 / classes) / 50)
+    else:
+        words = source.load(config, tmp_path).manifest["facts"]["vocabulary"]
+        assert result.test["perplexity"] < words / 2
+        measured = evaluate(run, data_root=tmp_path, device="cpu")
+        assert measured["non-overlapping"]["perplexity"] == pytest.approx(result.test["perplexity"], rel=1e-5)
+    golden = json.loads(GOLDEN.read_text())[name]
+    for found, wanted, tolerance in zip(curve, golden, TOLERANCE, strict=False):
+        assert found == pytest.approx(wanted, rel=tolerance, abs=1e-3)
+
+
+def test_golden_curves_are_of_all_recipes() -> None:
+    assert set(json.loads(GOLDEN.read_text())) == set(RECIPES) == set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "batch", "warmup", "every", "length", "classes"),
+    [
+        ("lra-listops", 5_000, 32, 1_000, 50, 2_000, 10),
+        ("lra-text", 20_000, 32, 8_000, 500, 4_000, 2),
+        ("lra-retrieval", 30_000, 32, 800, 300, 4_000, 2),
+    ],
+)
+def test_long_range_arena_is_the_protocols(
+    name: str, steps: int, batch: int, warmup: int, every: int, length: int, classes: int
+) -> None:
+    c = recipe(name)
+    assert (c.steps, c.data.batch, c.optimiser.warmup, c.eval_every) == (steps, batch, warmup, every)
+    assert (c.optimiser.kind, c.optimiser.lr, c.optimiser.eps, c.optimiser.weight_decay) == ("adamw", 1e-4, 1e-6, 0)
+    assert (c.optimiser.clip, c.optimiser.schedule, c.precision) == (0, "onecycle", "bf16-mixed")
+    m = c.model
+    assert (m.layers, m.width, m.hidden, m.head_dim, m.dropout, m.attention_dropout) == (2, 64, 128, 32, 0.1, 0.1)
+    assert (m.max_length, m.classes, m.pooling) == (length, classes, "mean")  # type: ignore[union-attr]
+
+
+def test_the_papers_way_is_an_option() -> None:
+    for name in ("lra-listops", "lra-text", "lra-retrieval"):
+        c = recipe(name, paper=True)
+        assert c.model.pooling == "padded"  # type: ignore[union-attr]
+        assert not c.data.bucket
+    text = recipe("lra-text", paper=True).data
+    assert (text.train, text.valid, text.test) == ("train+dev", "test", "test")
+    sound = recipe("lra-text").data
+    assert (sound.train, sound.valid, sound.test) == ("train", "dev", "test")
+    with pytest.raises(ValueError, match="cifar10 has one way only"):
+        recipe("cifar10", paper=True)
+
+
+def test_the_papers_way_runs(tmp_path: Path) -> None:
+    config = small("lra-text", tmp_path)
+    paper = recipe("lra-text", paper=True)
+    config = replace(
+        config,
+        model__pooling=paper.model.pooling,  # type: ignore[union-attr]
+        data__train=paper.data.train,
+        data__valid=paper.data.valid,
+        data__bucket=paper.data.bucket,
+        steps=12,
+        eval_every=6,
+    )
+    result = train(config, tmp_path / "run", data_root=tmp_path)
+    assert result.valid["accuracy"] == result.test["accuracy"]  # chosen on what it is measured on
+
+
+def test_wikitext_103_is_the_papers() -> None:
+    c = recipe("wikitext103")
+    assert (c.steps, c.data.batch, c.optimiser.warmup, c.optimiser.clip) == (500_000, 96, 2_000, 0.25)
+    assert (c.optimiser.kind, c.optimiser.lr, c.optimiser.schedule) == ("adam", 2.5e-4, "cosine")
+    model = build(replace(c, model__attention="softmax", model__heads=8).model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 44_018_394
+
+
+def test_an_unknown_recipe_is_named_with_a_guess() -> None:
+    with pytest.raises(ValueError, match=r"expected one of lra-listops, .*, got 'lra-txt'; did you mean lra-text\?"):
+        recipe("lra-txt")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_says_what_it_is(name: str) -> None:
+    assert recipe(name).recipe == name
+    assert len(describe(name)) > 20

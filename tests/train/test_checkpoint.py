@@ -1,0 +1,135 @@
+"""Whatever happens while a checkpoint is written, a whole one is there; whatever happened to one is noticed."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mgk.train import CheckpointError, checkpoint
+from mgk.train.checkpoint import Checkpoint
+
+
+def example(step: int) -> Checkpoint:
+    weight = torch.full((4, 3), float(step))
+    return Checkpoint(step, {"a": weight, "tied": weight, "b": weight[0, :1].clone()}, {"x": [step, "y"]}, {"s": 1.5})
+
+
+def test_what_is_saved_comes_back_and_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, example(3), best=True)
+    for name in ("last", "best"):
+        found = checkpoint.load(tmp_path / name)
+        assert found.step == 3
+        assert set(found.weights) == {"a", "b"}
+        assert torch.equal(found.weights["a"], torch.full((4, 3), 3.0))
+        assert found.state == {"x": [3, "y"]}
+        assert found.facts["s"] == 1.5
+
+
+def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        checkpoint.save(tmp_path, example(step), best=step == 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000005"]
+    assert checkpoint.load(tmp_path / "best").step == 2
+    assert checkpoint.load(tmp_path / "last").step == 5
+
+
+class Crash(BaseException):
+    """As good as a kill: nothing catches it."""
+
+
+CALLS = ("fsync", "rename", "replace", "symlink", "mkdir", "rmdir", "unlink", "open")
+
+
+@pytest.mark.parametrize("moment", range(40))
+def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path, example(1), best=True)
+    left = [moment]
+
+    def crashing(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:  # and everything after it, as the tidying up is not done either
+                raise Crash
+            return real(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, crashing(getattr(os, name)))
+        try:
+            checkpoint.save(tmp_path, example(2), best=False)
+        except Crash:
+            pass
+        else:
+            assert left[0] >= 0
+    found = checkpoint.load(tmp_path / "last")  # there at every moment, and whole
+    assert found.state == {"x": [found.step, "y"]}
+    assert found.step in (1, 2)
+    checkpoint.save(tmp_path, example(2), best=False)  # and the leftovers are in nobody's way
+    assert checkpoint.load(tmp_path / "last").step == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_the_crash_test_reaches_past_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 40 moments would not be all of them."""
+    count = [0]
+    for name in CALLS:
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, real=real, **o: count.__setitem__(0, count[0] + 1) or real(*a, **o))
+    checkpoint.save(tmp_path, example(1), best=True)
+    assert 10 < count[0] < 40
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes, which fails as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("most", [0, 400])  # in the weights, in the state
+def test_a_full_disk_is_one_line_and_loses_nothing(most: int, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, example(1), best=True)
+    with small_files(most), pytest.raises(CheckpointError, match="the checkpoint of step 1 is whole") as error:
+        checkpoint.save(tmp_path, example(2), best=True)
+    assert "make room and continue with --resume" in str(error.value)
+    assert checkpoint.load(tmp_path / "last").step == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    checkpoint.save(tmp_path, example(2), best=True)
+    assert checkpoint.load(tmp_path / "best").step == 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "checkpoint.json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_damage_is_noticed_and_there_is_a_way_out(name: str, damage: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, example(1), best=True)
+    checkpoint.save(tmp_path, example(2), best=False)
+    path = tmp_path / "last" / name
+    content = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        path.write_bytes(b"\xff" + content[1:])
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=f"{name}") as error:
+        checkpoint.load(tmp_path / "last")
+    assert f"remove {tmp_path / 'last'} to continue from {tmp_path / 'best'}" in str(error.value)
+    (tmp_path / "last").unlink()
+    place = checkpoint.newest(tmp_path)
+    assert place is not None
+    assert checkpoint.load(place).step == 1

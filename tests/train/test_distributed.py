@@ -1,0 +1,102 @@
+"""Several processes train as one does, and go on when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mgk.train import Config, config, evaluate, train
+from tests.train.common import losses, tiny
+
+PLAIN = {"model__dropout": 0.0, "model__attention_dropout": 0.0}  # dropout is drawn by each process for itself
+ROOT = Path(__file__).parent.parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def worker(rank: int, world: int, port: int, settings: Config, run: Path, data_root: Path, resume: bool) -> None:
+    """What torchrun tells a process, without torchrun."""
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = (rank, rank, 0, world, world, "127.0.0.1", port)
+    os.environ.update({name: str(value) for name, value in zip(names, values, strict=True)})
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    train(settings, run, data_root=data_root, resume=resume)
+
+
+def together(settings: Config, run: Path, data_root: Path, *, world: int = 2, resume: bool = False) -> None:
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    processes = [
+        context.Process(target=worker, args=(rank, world, port, settings, run, data_root, resume))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    stuck = [process for process in processes if process.is_alive()]
+    for process in stuck:
+        process.kill()
+    assert not stuck
+    assert [process.exitcode for process in processes] == [0] * world
+
+
+@pytest.fixture(scope="module")
+def alone(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("alone") / "run"
+    train(tiny(**PLAIN, optimiser__clip=0.5), run, data_root=data_root)
+    return run
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_two_processes_have_the_losses_of_one(strategy: str, alone: Path, data_root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    together(tiny(**PLAIN, optimiser__clip=0.5, strategy=strategy), run, data_root)
+    # Sums of gradients in another order; see test_micro_batches_make_the_same_update.
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+    assert losses(run, "valid") == pytest.approx(losses(alone, "valid"), rel=1e-4)
+    assert losses(run, "test") == pytest.approx(losses(alone, "test"), rel=1e-4)
+    measured = evaluate(run, data_root=data_root, device="cpu")  # what two processes wrote, one can read
+    assert measured["loss"] == pytest.approx(losses(run, "test")[0], rel=1e-5)
+
+
+def test_a_worker_that_is_killed_is_restarted_and_goes_on(alone: Path, data_root: Path, tmp_path: Path) -> None:
+    run, settings = tmp_path / "run", tmp_path / "config.json"
+    settings.write_text(config.dump(tiny(**PLAIN, optimiser__clip=0.5)))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from mgk.train import config, train\n"
+        "from mgk.train.learner import Learner\n"
+        "update = Learner.update\n"
+        "def deadly(self, step, batch):\n"
+        "    if step == 6 and os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    update(self, step, batch)\n"
+        "Learner.update = deadly\n"
+        "settings = config.read(Path(sys.argv[1]))\n"
+        "train(settings, sys.argv[2], data_root=sys.argv[3], resume=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--standalone"]
+    done = subprocess.run(
+        [*command, str(script), str(settings), str(run), str(data_root)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads((run / "run.json").read_text())["starts"]
+    assert first["processes"] == second["processes"] == 2
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)

@@ -1,0 +1,66 @@
+"""Perplexities are what their names say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mgk.models import LanguageModel, LanguageModelConfig
+from mgk.train import evaluate, load_model, train
+from mgk.train.evaluate import sliding_loss
+from tests.train.common import losses, tiny
+
+WINDOW = 8
+
+
+@pytest.mark.parametrize("cutoffs", [(), (5, 9)])
+@pytest.mark.parametrize("length", [3, 9, 10, 40])
+def test_sliding_window_is_the_papers_definition(cutoffs: tuple[int, ...], length: int) -> None:
+    """Every token but the first, each from the tokens before it, at most a window of them."""
+    torch.manual_seed(0)
+    config = LanguageModelConfig(
+        vocabulary=12, cutoffs=cutoffs, layers=2, width=16, hidden=16, heads=2, head_dim=8, max_length=WINDOW
+    )
+    model = LanguageModel(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)  # so that what comes before matters
+    tokens = np.random.default_rng(0).integers(0, 12, length)
+    text = torch.from_numpy(tokens)
+    expected = []
+    with torch.no_grad():
+        for target in range(1, length):
+            context = text[max(0, target - WINDOW) : target][None]
+            expected.append(-model(context)[0, -1].log_softmax(-1)[text[target]].item())
+        found = sliding_loss(model, tokens, WINDOW, batch=7)
+    assert found == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert found != pytest.approx(math.log(12), rel=1e-2)
+
+
+def test_a_run_is_measured_as_at_its_end(data_root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = train(tiny(), run, data_root=data_root)
+    measured = evaluate(run, data_root=data_root, device="cpu")
+    assert measured["accuracy"] == result.test["accuracy"]
+    assert measured["loss"] == pytest.approx(losses(run, "test")[0], rel=1e-6)
+    assert measured["step"] == result.best_step
+    other = evaluate(run, split="dev", which="last", data_root=data_root, device="cpu")
+    assert other["loss"] == pytest.approx(losses(run, "valid")[-1], rel=1e-6)
+    model, config = load_model(run)
+    assert config == tiny()
+    assert not model.training
+
+
+def test_what_is_not_there_is_one_line(tmp_path: Path, data_root: Path) -> None:
+    with pytest.raises(ValueError, match="expected the folder of a run"):
+        evaluate(tmp_path)
+    train(tiny(steps=2), tmp_path / "run", data_root=data_root)
+    (tmp_path / "run" / "best").unlink()
+    with pytest.raises(ValueError, match="no checkpoint best yet"):
+        evaluate(tmp_path / "run")
+    with pytest.raises(ValueError, match="expected best or last"):
+        evaluate(tmp_path / "run", which="newest")
