@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make test    lint, format check, type check and all tests"
-	@echo "make demo    every variant against the dense formula, and speed and memory against full heads"
+	@echo "make demo    every variant against its formula, and two small models trained side by side"
 	@echo "make bench   the full CPU benchmark, written to results/"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment and the caches"

@@ -3,17 +3,115 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import mgk.data
 from mgk import cli
-from mgk.bench import cpu
+from mgk.bench import cpu, demo
+from mgk.bench import train as bench_train
 from mgk.bench.common import Case
+from mgk.recipes import RECIPES
+from mgk.train import config as configuration
+from mgk.train.learner import Learner
 
 TINY = {"tiny": Case("tiny", batch=1, heads=2, length=16, width=4)}
+LISTOPS = "--sizes 60 20 20 --lengths 6 30 --depth 3 --arguments 4"
+SMALL = (
+    "--data.options sizes=[60,20,20] lengths=[6,30] depth=3 arguments=4 --model.max-length 32 --model.layers 1 "
+    "--model.width 16 --data.batch 4 --steps 4 --eval-every 2 --log-every 1 --optimiser.warmup 1 --workers 0 "
+    "--device cpu"
+)
+
+
+def run(command: str) -> int:
+    return cli.main(command.split())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    assert run(f"data prepare listops --root {root} {LISTOPS}") == 0
+    return root
+
+
+def test_from_data_to_trained_model_and_table(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = f"{SMALL} --data-root {root}"
+    assert run(f"train lra-listops {common} --model.attention mgk --model.heads 2 --seed 3") == 0
+    assert "written to runs/lra-listops-mgk-2-3" in capsys.readouterr().out
+    written = configuration.read(tmp_path / "runs/lra-listops-mgk-2-3/config.json")
+    assert (written.model.attention, written.model.heads, written.seed, written.steps) == ("mgk", 2, 3, 4)
+    assert run(f"eval runs/lra-listops-mgk-2-3 --data-root {root} --device cpu --split dev") == 0
+    shown = capsys.readouterr().out
+    assert "accuracy" in shown
+    assert "dev" in shown
+    assert run(f"compare lra-listops {common} --attentions softmax:2 smgk:1 --seeds 2 --out grid") == 0
+    shown = capsys.readouterr().out
+    assert "| softmax:2 |" in shown
+    assert "±" in shown
+    assert len(json.loads((tmp_path / "grid/comparison.json").read_text())["rows"]) == 2
+
+
+def test_paper_is_the_papers_way_and_can_still_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "run_train", seen.append)
+    cli.parse(["train", "lra-text", "--paper", "--model.heads", "8"])()
+    cli.parse(["train", "lra-text"])()
+    paper, sound = (chosen.config for chosen in seen)
+    assert (paper.model.pooling, paper.data.valid, paper.model.heads) == ("padded", "test", 8)
+    assert (sound.model.pooling, sound.data.valid, sound.model.heads) == ("mean", "dev", 4)
+
+
+def test_a_stop_is_said_and_resume_goes_on(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"train lra-listops {SMALL} --data-root {root} --out {tmp_path / 'run'}"
+    update = Learner.update
+
+    def interrupted(self: Learner, step: int, batch: Any) -> None:
+        update(self, step, batch)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", interrupted)
+        assert run(command) == 128 + signal.SIGTERM
+    assert "stopped at step 1; go on with" in capsys.readouterr().err
+    assert run(command) == 1
+    assert "continue it with --resume" in capsys.readouterr().err
+    assert run(f"{command} --resume --model.heads 1") == 1
+    assert "model.heads: the run in" in capsys.readouterr().err
+    assert run(f"{command} --resume") == 0
+
+
+def test_data_is_listed_and_verified(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"data list --root {root}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in mgk.data.names():
+        (line,) = (line for line in lines if line.split()[:1] == [name])
+        assert ("prepared" in line.split()[1]) == (name == "listops")
+    assert run(f"data verify --root {root}") == 0
+    assert "train 60, dev 20, test 20" in capsys.readouterr().out
+
+
+def test_verify_finds_a_changed_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"data prepare listops --root {tmp_path} {LISTOPS}") == 0
+    array = next(tmp_path.glob("*/train.tokens.npy"))
+    content = bytearray(array.read_bytes())
+    content[-1] ^= 1
+    array.write_bytes(content)
+    assert run(f"data verify --root {tmp_path}") == 1
+    error = capsys.readouterr().err
+    assert "is damaged" in error
+    assert error.count("\n") == 1
 
 
 def test_bench_writes_the_report_where_it_is_told(
@@ -21,7 +119,7 @@ def test_bench_writes_the_report_where_it_is_told(
 ) -> None:
     monkeypatch.setattr(cpu, "CASES", TINY)
     path = tmp_path / "bench.json"
-    assert cli.main(["bench", "--device", "cpu", "--cases", "tiny", "--rounds", "1", "--output", str(path)]) == 0
+    assert run(f"bench --device cpu --cases tiny --rounds 1 --output {path}") == 0
     rows = json.loads(path.read_text())["rows"]
     assert {row["method"] for row in rows} == {"sdpa", "smgk soft", "smgk hard", "mgk soft", "mgk hard"}
     assert {row["direction"] for row in rows} == {"forward", "forward+backward"}
@@ -31,15 +129,27 @@ def test_bench_writes_the_report_where_it_is_told(
 def test_bench_without_output_writes_to_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "CASES", TINY)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "--rounds", "1"]) == 0
+    assert run("bench --rounds 1") == 0
     assert (tmp_path / "results" / "bench-cpu.json").exists()
 
 
-def test_demo_shows_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--length", "32", "--rounds", "1"]) == 0
+def test_bench_of_training_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(bench_train, "main", seen.append)
+    assert run("bench --what train --rounds 2 --output here.json") == 0
+    assert seen == [["--device", "cpu", "--rounds", "2", "--output", "here.json"]]
+
+
+def test_demo_shows_every_variant_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "LISTOPS", demo.LISTOPS | {"sizes": (60, 20, 20)})
+    assert run(f"demo --steps 3 --out {tmp_path}") == 0
     shown = capsys.readouterr().out
-    for word in ("mgk soft", "mgk hard", "smgk soft", "smgk hard", "mlk", "smlk", "sdpa"):
+    for word in (*demo.VARIANTS, "| softmax:4 |", "| smgk:2    |", "comparison.md", "report.html"):
         assert word in shown
+    assert (tmp_path / "steps-3" / "comparison.md").exists()
+    assert run(f"demo --steps 3 --out {tmp_path}") == 0  # again, at once
 
 
 @pytest.mark.parametrize(
@@ -47,16 +157,37 @@ def test_demo_shows_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("", 2, "bench"),
         ("nonsense", 2, "nonsense"),
+        ("train lra-txt", 2, "did you mean lra-text?"),
+        ("train lra-text --model.hedas 3", 2, "--model.hedas"),
+        ("train lra-text --steps many", 2, "--steps"),
+        ("train lra-text --model.heads 0", 2, "heads: expected at least 1, got 0"),
+        ("train lra-text --optimiser.warmup 30000", 2, "optimiser.warmup: expected at most steps = 20000"),
+        ("train lra-text --data-root nowhere --device cpu", 1, "type: mgk data prepare imdb"),
+        ("train cifar10 --paper", 2, "cifar10 has one way only"),
+        ("compare lra-text", 1, "attentions: expected at least one"),
+        ("compare lra-text --attentions gauss:3", 1, "attentions: expected VARIANT:HEADS"),
+        ("eval nowhere", 1, "expected the folder of a run"),
+        ("data", 2, "list"),
+        ("data prepare nonsense", 2, "expected one of listops"),
+        ("data prepare cifar10 --root nowhere", 1, "get cifar-10-python.tar.gz"),
+        ("data prepare listops --sizes 3", 2, "--sizes"),
+        ("data verify nonsense --root nowhere", 1, "nonsense is not prepared"),
         ("bench --rounds many", 2, "--rounds"),
         ("bench --device abacus", 2, "abacus"),
         ("bench --rouns 3", 2, "--rouns"),
         ("bench --cases nowhere", 1, "--cases: expected some of lra-1024"),
         ("bench --rounds 0", 1, "rounds: expected at least 1, got 0"),
-        ("demo --length 0", 1, "length: expected at least 1, got 0"),
+        ("bench --what train --rounds 0", 1, "rounds: expected at least 1, got 0"),
+        ("demo --steps -1", 1, "steps: expected at least"),
     ],
 )
-def test_an_error_is_one_line(command: str, status: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(command.split()) == status
+def test_an_error_is_one_line(
+    command: str, status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MGK_RAW", raising=False)
+    assert run(command) == status
     error = capsys.readouterr().err
     assert error.startswith("mgk: error: ")
     assert error.count("\n") == 1
@@ -77,18 +208,43 @@ def test_a_break_is_not_an_error_message(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.__name__)
-def test_help_teaches(command: object, capsys: pytest.CaptureFixture[str]) -> None:
+def shown_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stop:
-        cli.main([command.__name__, "--help"])  # type: ignore[attr-defined]
-    shown = " ".join(capsys.readouterr().out.split())
+        cli.main([*arguments, "--help"])
     assert stop.value.code == 0
-    assert "In Python:" in shown
-    assert "how often each method is timed" in shown
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "command", [*(name for name in cli.COMMANDS if name != "data"), *(f"data {name}" for name in cli.DATA_COMMANDS)]
+)
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "In Python:" in shown_by(command.split(), capsys)
+
+
+def test_help_of_train_names_every_recipe_and_of_a_recipe_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by(["train"], capsys)
+    assert all(name in shown for name in RECIPES)
+    shown = shown_by(["train", "lra-text"], capsys)
+    for field in configuration.flatten(RECIPES["lra-text"]()):
+        if field != "model.kind":
+            assert f"--{field.replace('_', '-')}" in shown
+    assert "Attention heads. (default: 4)" in shown
+    assert "--source" in shown_by(["data", "prepare", "imdb"], capsys)
 
 
 def test_python_m_mgk_is_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "mgk", "--help"], capture_output=True, text=True, check=True)
     assert "bench" in done.stdout
-    assert "demo" in done.stdout
+    assert "train" in done.stdout
     assert done.stderr == ""
+
+
+def test_the_library_imports_where_tyro_and_rich_are_missing() -> None:
+    """As on GPU images: only the command line and what it prints need them."""
+    program = (
+        "import sys\nsys.modules['tyro'] = sys.modules['rich'] = None\n"
+        "import mgk.data, mgk.models, mgk.train, mgk.recipes, mgk.bench.train\n"
+        "from mgk.train.progress import Progress\nProgress('x', 3).show(3, loss=1.0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

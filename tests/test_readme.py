@@ -1,4 +1,4 @@
-"""What the README shows works: Python blocks run, in order, in one namespace; commands exist and parse."""
+"""What the README shows works: Python blocks run, in order, in one namespace; commands parse, and the walk runs, small."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mgk import cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 
 
 def blocks(language: str) -> list[str]:
@@ -58,6 +59,32 @@ def test_commands_exist(line: str) -> None:
         path, extras = re.fullmatch(r"([^\[]+)(?:\[(.+)\])?", arguments[-1]).groups()  # type: ignore[union-attr]
         project = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]
         assert set(extras.split(",") if extras else ()) <= set(project["optional-dependencies"])
+
+
+# What makes the walk small; its commands run as they stand in the README, with these behind them.
+SMALL = ["--data.options", "sizes=[24,8,8]", "lengths=[5,20]", "--data.batch", "4", "--steps", "2", "--optimiser.warmup", "1"]
+BEHIND = {
+    "data": ["--sizes", "24", "8", "8", "--lengths", "5", "20"],
+    "train": SMALL,
+    "compare": [*SMALL, "--eval-batches", "1"],
+    "eval": [],
+    "explore": [],
+    "figures": ["--length", "16"],
+}
+
+
+def test_the_walk_from_data_to_a_picture_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MGK_DATA", str(tmp_path / "data"))
+    walk = [shlex.split(line)[1:] for line in COMMANDS if line.startswith("mgk") and line.split()[1] in BEHIND]
+    assert [command[0] for command in walk] == list(BEHIND)[:2] + ["eval", "compare", "explore", "figures"]
+    for command in walk:
+        assert cli.main([*command, *BEHIND[command[0]]]) == 0, (command, capsys.readouterr().err)
+    assert "smgk:4" in capsys.readouterr().out
+    assert (tmp_path / "page.html").read_text().startswith("<!")
+    assert list((tmp_path / "figures").glob("*.svg"))
 
 
 def slug(heading: str) -> str:

@@ -5,7 +5,6 @@ B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -63,11 +62,11 @@ def test_fla_asked_for_by_name_never_falls_back(monkeypatch: pytest.MonkeyPatch)
     refused = linear._fla_obstacle(on_gpu, arguments["key"], False)  # type: ignore[arg-type]
     assert isinstance(refused, ValueError)
     assert "causal scan with Nq = Nk, got is_causal=False, Nq = 7, Nk = 7" in str(refused)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(linear, "HAS_FLA", False)
     absent = linear._fla_obstacle(on_gpu, arguments["key"], True)  # type: ignore[arg-type]
     assert isinstance(absent, ImportError)
     assert "fla-core here, which is not installed: pip install 'mgk[fla]'" in str(absent)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(linear, "HAS_FLA", True)
     assert linear._fla_obstacle(on_gpu, arguments["key"], True) is None  # type: ignore[arg-type]
 
 

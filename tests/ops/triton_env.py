@@ -17,12 +17,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def repair_bfloat16() -> None:
-    """The interpreter keeps bfloat16 as 16-bit integers, which its products multiply, and cuts where a GPU rounds."""
+    """The interpreter keeps bfloat16 as 16-bit integers, which it adds and multiplies, and cuts where a GPU rounds."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast, dot, binary = builder.cast_impl, builder.create_dot, builder.binary_op
 
     def rounding_cast(self: Any, source: Any, target: Any) -> Any:
         if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
@@ -34,7 +34,13 @@ def repair_bfloat16() -> None:
         factors = [cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (left, right)]
         return dot(self, *factors, *rest)
 
-    builder.cast_impl, builder.create_dot = rounding_cast, float_dot
+    def float_binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        if left.dtype.scalar != tl.bfloat16:
+            return binary(self, left, right, operation)
+        result = binary(self, cast(self, left, tl.float32), cast(self, right, tl.float32), operation)
+        return rounding_cast(self, result, tl.bfloat16)
+
+    builder.cast_impl, builder.create_dot, builder.binary_op = rounding_cast, float_dot, float_binary
 
 
 if DEVICE == "cpu":

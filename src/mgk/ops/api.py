@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_WIDTH = 256
 
@@ -267,7 +268,7 @@ def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
     check.check_choice("impl", impl, IMPLEMENTATIONS)
     if impl == "auto":
         fits = query.dtype in TRITON_DTYPES and max(query.shape[-1], value.shape[-1]) <= TRITON_WIDTH
-        on_gpu = query.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        on_gpu = query.device.type == "cuda" and HAS_TRITON
         impl = "triton" if on_gpu and fits else "blockwise"
     if impl == "triton":  # not loaded before it is needed
         from mgk.ops import triton

@@ -42,6 +42,7 @@ from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
+HAS_FLA = importlib.util.find_spec("fla") is not None  # found, not imported
 CHUNK = 128
 NEGLIGIBLE = -100.0  # exp of it is below the rounding of float32 by 30 orders of magnitude
 
@@ -421,7 +422,7 @@ def _fla_obstacle(query: Tensor, key: Tensor, is_causal: bool) -> Exception | No
             f"impl: 'triton' is the causal scan with Nq = Nk, got is_causal={is_causal}, "
             f"Nq = {query.shape[2]}, Nk = {key.shape[-2]}"
         )
-    if importlib.util.find_spec("fla") is None:
+    if not HAS_FLA:
         return ImportError("impl: 'triton' runs on fla-core here, which is not installed: pip install 'mgk[fla]'")
     return None
 

@@ -1,0 +1,163 @@
+"""Runs of `mgk train` as things to look at: their names, curves, models, and inputs with readable tokens.
+
+B batch, N positions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgk.analysis.collect import Layer, collect
+from mgk.analysis.costs import NAMES
+from mgk.data import Prepared
+from mgk.data.listops import SYMBOLS
+from mgk.data.splits import Images, Stream
+from mgk.explorer.document import byte_tokens
+from mgk.train import Config, load_model
+from mgk.train.config import read
+from mgk.train.data import load
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a model is called with, and what its positions are called."""
+
+    arguments: tuple[Tensor, ...]
+    tokens: Sequence[str]
+    unseen: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A folder of `mgk train`."""
+
+    folder: Path
+    config: Config
+    which: str = "best"
+    data_root: Path | None = None
+
+    @classmethod
+    def open(cls, folder: str | Path, *, which: str = "best", data_root: Path | None = None) -> Run:
+        folder = Path(folder)
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder}: expected the folder of a run (mgk train), found no config.json in it")
+        return cls(folder, read(folder / "config.json"), which, data_root)
+
+    @property
+    def name(self) -> str:
+        """E.g. "sMGK, 4 heads", with what is out of the ordinary."""
+        model = self.config.model
+        parts = [NAMES[model.attention], f"{model.heads} head{'s' if model.heads > 1 else ''}"]
+        if model.attention in ("mgk", "smgk"):
+            parts += ["hard E-step"] * (model.e_step == "hard") + ["soft-E prior"] * (model.prior == "em")
+        return ", ".join(parts)
+
+    @cached_property
+    def model(self) -> Any:
+        """The checkpoint, on the GPU if there is one."""
+        return load_model(self.folder, self.which)[0].to("cuda" if torch.cuda.is_available() else "cpu")
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        return load(self.config, self.data_root)
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def log(self, event: str) -> list[dict[str, Any]]:
+        """Lines of the log of one kind: "train", "valid" or "test"."""
+        path = self.folder / "log.jsonl"
+        if not path.exists():
+            return []
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        return [line for line in lines if line["event"] == event]
+
+    def curve(self, event: str, metric: str) -> tuple[list[float], list[float]]:
+        """Steps and values of a metric, where the log has it."""
+        points = [(line["step"], line[metric]) for line in self.log(event) if metric in line]
+        return [float(step) for step, _ in points], [float(value) for _, value in points]
+
+    def of_text(self, text: str, length: int | None = None) -> Input:
+        """A text as this model reads it, cut to what it can take."""
+        if self.config.kind == "vision":
+            raise ValueError("--text: expected a model of text, got one of images; leave it out to see a test image")
+        limit = min(length or self.config.model.max_length, self.config.model.max_length)  # type: ignore[union-attr]
+        if self.config.data.name == "listops":
+            words = text.replace("(", " ").replace(")", " ").split()
+            unknown = [word for word in words if word not in SYMBOLS]
+            if unknown:
+                raise ValueError(f"--text: expected symbols of ListOps, {' '.join(SYMBOLS)}, got {unknown[0]!r}")
+            numbers, labels = [SYMBOLS.index(word) + 1 for word in words], [word + " " for word in words]
+        elif self._reads_words:
+            vocabulary = {word: number for number, word in enumerate(self.prepared.words)}
+            words = [word for line in text.splitlines() for word in [*line.split(), "<eos>"]]
+            unknown_number = vocabulary.get("<unk>", 0)
+            numbers, labels = [vocabulary.get(word, unknown_number) for word in words], [word + " " for word in words]
+        else:
+            data = text.encode("utf-8", errors="replace")
+            numbers, labels = [byte + self._shift for byte in data], byte_tokens(data)
+        if not numbers:
+            raise ValueError("--text: expected at least one token, got none")
+        while limit < len(labels) and labels[limit] == "":  # the bytes of one letter stay together
+            limit -= 1
+        unseen = "".join(labels[limit:])
+        return Input(self._arguments(torch.tensor(numbers[:limit])), labels[:limit], unseen)
+
+    def of_split(self, index: int = 0, split: str = "", length: int | None = None) -> Input:
+        """An example of the data, by default of the test split."""
+        examples: Any = self.prepared.split(split or self.config.data.test)
+        if isinstance(examples, Images):
+            batch = examples.batch(torch.tensor([index]).numpy(), 0)
+            model: Any = self.config.model
+            count = model.image_size // model.patch_size
+            labels = [f"r{row}c{column} " for row in range(count) for column in range(count)]
+            return Input((batch["pixels"],), ["class "] * (model.pooling == "class") + labels)
+        limit = min(length or self.config.model.max_length, self.config.model.max_length)  # type: ignore[union-attr]
+        if isinstance(examples, Stream):
+            row = torch.from_numpy(examples.tokens[index * limit : (index + 1) * limit].astype("int64"))
+        else:
+            documents = getattr(examples, "documents", examples)
+            row = torch.from_numpy(documents.row(index)[:limit])
+        return Input(self._arguments(row), self._labels(row))
+
+    def examples(self, length: int | None = None) -> Iterator[Input]:
+        """Inputs of the test split, one after the other."""
+        examples: Any = self.prepared.split(self.config.data.test)
+        limit = int(length or getattr(self.config.model, "max_length", None) or 1)
+        count = len(examples.tokens) // limit if isinstance(examples, Stream) else len(examples)
+        for index in range(count):
+            yield self.of_split(index, length=length)
+
+    def layers(self, given: Input) -> list[Layer]:
+        """What the model's attention does with an input."""
+        device = next(self.model.parameters()).device
+        return collect(self.model, *(argument.to(device) for argument in given.arguments))
+
+    @property
+    def _reads_words(self) -> bool:
+        return self.config.kind == "language" and self.prepared.manifest["facts"].get("level") == "words"
+
+    @property
+    def _shift(self) -> int:
+        return 0 if self.config.kind == "language" else 1
+
+    def _arguments(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """A matcher reads two documents: the same one twice shows what one encoder does."""
+        return (tokens.expand(1, 2, -1) if self.config.kind == "matcher" else tokens[None],)
+
+    def _labels(self, row: Tensor) -> Sequence[str]:
+        if self.config.data.name == "listops":
+            return [SYMBOLS[number - 1] + " " for number in row.tolist()]
+        if self._reads_words:
+            words = self.prepared.words
+            return [words[number].replace("<eos>", "<eos>\n") + " " for number in row.tolist()]
+        return byte_tokens(bytes(number - self._shift for number in row.tolist()))

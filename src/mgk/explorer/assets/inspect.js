@@ -1,0 +1,178 @@
+// One token: what it looks at, who looks at it, as lists and as colour in the text.
+
+const LISTED = 8;
+const CHUNK = 250;
+const SHADES = 10;
+
+class Inspector {
+  constructor(panel) {
+    this.panel = panel;
+    this.search = make("input", { type: "search", placeholder: "Find a token or number", "aria-label": "Find a token", autocomplete: "off", spellcheck: false,
+      oninput: () => this.find(0), onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); this.find(event.shiftKey ? -1 : 1); } } });
+    this.hits = make("span", { className: "soft hits" });
+    this.which = make("div", { className: "segments small", role: "group", "aria-label": "What the text shows" },
+      ...[["out", "looks at"], ["in", "is looked at by"]].map(([from, label]) => make("button", { type: "button", textContent: label, "data-from": from, onclick: () => update({ from }) })));
+    this.name = make("span", { className: "chosen-name" });
+    this.strip = make("div", { className: "strip", tabIndex: 0, "aria-label": "The text" });
+    this.out = make("ol", { className: "list" });
+    this.in = make("ol", { className: "list" });
+    this.outTitle = make("h3"); this.inTitle = make("h3");
+    this.lists = make("div", { className: "lists" }, make("div", {}, this.outTitle, this.out), make("div", {}, this.inTitle, this.in));
+    this.text = make("div", { className: "text" }, make("div", { className: "textbar" }, this.search, this.hits, this.name, this.which), this.strip);
+    this.strip.addEventListener("pointermove", (event) => {
+      const i = event.target.dataset?.i;
+      if (i !== undefined && event.pointerType === "mouse") hover(state.from === "in" ? { j: +i } : { i: +i }, this.panel);
+    });
+    this.strip.addEventListener("pointerleave", () => hover(null));
+    this.strip.addEventListener("scroll", () => this.colourVisible(), { passive: true });
+    this.strip.addEventListener("click", (event) => {
+      const i = event.target.dataset?.i;
+      if (i !== undefined) { activate(this.panel.index); update({ token: state.token === +i ? null : +i }); }
+    });
+  }
+
+  get tokens() { return MODELS[this.panel.place.model].tokens; }
+
+  // The text, once per model: a span per token, in chunks of which only those in sight are coloured.
+  write() {
+    const { model } = this.panel.place;
+    if (this.model === model) return;
+    this.model = model;
+    this.spans = [];
+    this.chunks = [];
+    for (let start = 0; start < this.tokens.length; start += CHUNK) {
+      const chunk = make("span");
+      for (let i = start; i < Math.min(start + CHUNK, this.tokens.length); i++) {
+        const span = document.createElement("span");
+        span.textContent = this.tokens[i].replace(/\n/g, "↵\n");
+        span.dataset.i = i;
+        this.spans.push(span);
+        chunk.append(span);
+      }
+      this.chunks.push(chunk);
+    }
+    const { unseen, longest } = MODELS[model];
+    this.lists.style.setProperty("--token", `${clamp(0.75 * longest, 2.2, 8)}em`);
+    this.strip.replaceChildren(...this.chunks, ...(unseen ? [make("span", { className: "unseen", title: "The model does not see this part", textContent: unseen })] : []));
+  }
+
+  // step 0: while typing, stay if the token still fits; 1 and -1: the next one, the one before.
+  find(step) {
+    const wanted = this.search.value, { tokens } = this, low = wanted.toLowerCase();
+    if (!wanted) { this.hits.textContent = ""; return; }
+    const fits = (i) => tokens[i].toLowerCase().includes(low);
+    const index = /^#?\d+$/.test(wanted) ? Number(wanted.replace("#", "")) : null;
+    const all = [];
+    for (let i = 0; i < tokens.length; i++) if (fits(i)) all.push(i);
+    if (!all.length && wanted.length > 1) { // longer than a token: where the text has it
+      const starts = [];
+      let text = "";
+      for (const token of tokens) { starts.push(text.length); text += token.toLowerCase(); }
+      for (let at = text.indexOf(low), i = 0; at >= 0; at = text.indexOf(low, at + 1)) {
+        while (i + 1 < starts.length && starts[i + 1] <= at) i++;
+        all.push(i);
+      }
+    }
+    if (!all.length && index !== null && index < tokens.length) all.push(index);
+    if (!all.length) { this.hits.textContent = "none"; return; }
+    const now = state.token ?? -1, here = all.indexOf(now);
+    const next = here >= 0 ? (here + step + all.length) % all.length : Math.max(0, all.findIndex((i) => i > now));
+    this.hits.textContent = `${next + 1} of ${all.length}`;
+    update({ token: all[next] }, { reveal: true });
+  }
+
+  draw(reveal) {
+    this.write();
+    const head = headOf(this.panel.place), { tokens } = this;
+    const pointed = hovered && (state.from === "in" ? hovered.j ?? hovered.i : hovered.i ?? hovered.j);
+    const token = pointed ?? state.token;
+    if (reveal && state.token !== null && this.spans[state.token]) this.reveal(this.spans[state.token]);
+    // What has not changed is left alone: an element that is replaced between press and release gets no click.
+    const shown = [head.model, head.layer, head.index, head.ready, token, state.view, state.log, state.from, theme()].join();
+    if (this.shown === shown) return;
+    this.shown = shown;
+    for (const button of this.which.children) button.setAttribute("aria-pressed", String(button.dataset.from === state.from));
+    const known = token !== null && token !== undefined && token < tokens.length && head.ready;
+    this.lists.classList.toggle("empty", !known);
+    if (!known) {
+      this.name.textContent = "";
+      this.colour(null);
+      this.outTitle.textContent = "Looks at"; this.inTitle.textContent = "Is looked at by";
+      this.out.replaceChildren(make("li", { className: "soft hint", textContent: "Point at the map or the text, or type a token." }));
+      this.in.replaceChildren();
+      return;
+    }
+    const row = head.rowOf(token), column = head.columnOf(token);
+    const total = reading(row, "total"), kept = entropy(total);
+    this.name.textContent = `${tokenName(tokens, token)} · ${token}`;
+    this.outTitle.replaceChildren("Looks at ", make("span", { className: "soft", textContent: `entropy ${number(kept, 3)} nats, like ${number(Math.exp(kept), 3)} keys` }));
+    const received = reading(column, "total").reduce((a, b) => a + b, 0);
+    this.inTitle.replaceChildren("Is looked at by ", make("span", { className: "soft", textContent: `${number(received, 3)} in all` }));
+    this.list(this.out, row, (other) => [token, other]);
+    this.list(this.in, column, (other) => [other, token]);
+    this.colour(state.from === "in" ? column : row, token);
+  }
+
+  // Scroll the text, and never the page.
+  reveal(span) {
+    const box = this.strip.getBoundingClientRect(), { top, bottom } = span.getBoundingClientRect();
+    if (top < box.top || bottom > box.bottom) this.strip.scrollTop += top - box.top - box.height / 2;
+  }
+
+  list(element, values, pair) {
+    const head = headOf(this.panel.place), shown = reading(values, state.view === "gamma" ? "total" : state.view);
+    const best = largest(shown, LISTED), most = shown[best[0]] || 1;
+    element.replaceChildren(...best.filter((i) => shown[i] > 0).map((i) => {
+      const { responsibilities } = head.pair(...pair(i));
+      const bar = make("span", { className: "bar" });
+      responsibilities.forEach((share, r) => {
+        const part = make("span");
+        Object.assign(part.style, { width: `${(100 * share * shown[i]) / most}%`, background: tint(head.components > 1 ? r : null, 1) });
+        bar.append(part);
+      });
+      return make("li", { onclick: () => update({ token: i }, { reveal: true }) },
+        make("bdi", { className: "token", textContent: tokenName(this.tokens, i) }), make("span", { className: "soft index", textContent: i }),
+        bar, make("span", { className: "value", textContent: number(shown[i], 3) }));
+    }));
+  }
+
+  colour(values, token) {
+    this.classes = () => "";
+    if (values) {
+      const { view, log } = state, shown = reading(values, view === "gamma" ? "total" : view);
+      const most = shown.reduce((a, b) => Math.max(a, b), 1e-30);
+      const winner = (i) => values.reduce((best, part, r) => (part[i] > values[best][i] ? r : best), 0);
+      const component = view === "total" || values.length === 1 ? null : view === "gamma" ? winner : () => Number(view.slice(1)) - 1;
+      this.classes = (i) => {
+        const shade = Math.round(SHADES * level(shown[i], most, log)), here = i === token ? " here" : "";
+        return (shade ? `s${shade}${component ? ` k${component(i) % 6}` : ""}` : "") + here;
+      };
+    }
+    this.colourVisible();
+  }
+
+  colourVisible() {
+    const box = this.strip.getBoundingClientRect();
+    const seen = this.chunks.map((chunk) => chunk.getBoundingClientRect()).map(({ top, bottom }) => bottom >= box.top && top <= box.bottom);
+    seen.forEach((yes, c) => {
+      if (!yes) return;
+      for (let i = c * CHUNK; i < Math.min((c + 1) * CHUNK, this.spans.length); i++) {
+        const wanted = this.classes(i), span = this.spans[i];
+        if (span.className !== wanted) span.className = wanted;
+      }
+    });
+  }
+}
+
+// Indices of the `count` largest values, largest first, in one pass.
+function largest(values, count) {
+  const best = [];
+  for (let i = 0; i < values.length; i++) {
+    if (best.length === count && values[i] <= values[best[count - 1]]) continue;
+    let at = best.length;
+    while (at > 0 && values[best[at - 1]] < values[i]) at--;
+    best.splice(at, 0, i);
+    if (best.length > count) best.pop();
+  }
+  return best;
+}

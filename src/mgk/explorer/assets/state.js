@@ -1,0 +1,83 @@
+// What is shown, in the address, so that a link shows the same; and the few helpers everything uses.
+
+const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
+
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name in element && name !== "list") element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+// For tests and screenshots: body[data-busy] is "0" once everything that is shown has been drawn.
+let busy = 0;
+function track(work) {
+  document.body.dataset.busy = String(++busy);
+  work.finally(() => { document.body.dataset.busy = String(--busy); });
+}
+
+const DEFAULT = { panels: null, active: 0, view: "total", log: false, same: false, token: null, from: "out", zoom: [0, 1, 0, 1], theme: null };
+const state = { ...DEFAULT };
+let hovered = null; // the token under the pointer, of the text or of a map: shown, but not part of the address
+
+const theme = () => state.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+const tint = (component, strength) => `rgba(${hue(theme(), component).join(",")},${strength})`;
+const headOf = ({ model, layer, head }) => MODELS[model].layers[layer].heads[head];
+const mostComponents = Math.max(1, ...MODELS.flatMap((m) => m.layers.flatMap((l) => l.heads.map((h) => h.components))));
+
+function valid(place) {
+  const number = (x) => (Number.isInteger(x) && x >= 0 ? x : 0);
+  const model = Math.min(number(place.model), MODELS.length - 1);
+  const layer = Math.min(number(place.layer), MODELS[model].layers.length - 1);
+  const head = Math.min(number(place.head), MODELS[model].layers[layer].heads.length - 1);
+  return { model, layer, head };
+}
+
+function readAddress() {
+  const found = new URLSearchParams(location.hash.slice(1));
+  const places = (found.get("show") ?? "").split(",").filter(Boolean).slice(0, 2);
+  const shown = places.map((text) => { const [model, layer, head] = text.split(".").map(Number); return valid({ model, layer, head }); });
+  const panels = shown.length ? shown : MODELS.slice(0, 2).map((_, model) => ({ model, layer: 0, head: 0 }));
+  const view = found.get("view") ?? "total";
+  const known = view === "total" || (view === "gamma" && mostComponents > 1) || (/^c[1-9]$/.test(view) && Number(view[1]) <= mostComponents);
+  const zoom = (found.get("zoom") ?? "").split("_").map(Number);
+  const token = found.has("token") ? Number(found.get("token")) : null;
+  const size = panels.length ? MODELS[panels[0].model].tokens.length : 0;
+  Object.assign(state, {
+    panels,
+    active: clamp(Number(found.get("active")) || 0, 0, Math.max(0, panels.length - 1)),
+    view: known ? view : "total",
+    log: found.get("log") === "1",
+    same: found.get("same") === "1",
+    token: Number.isInteger(token) && token >= 0 && token < size ? token : null,
+    from: found.get("from") === "in" ? "in" : "out",
+    zoom: zoom.length === 4 && zoom.every((x) => x >= 0 && x <= 1) && zoom[1] > zoom[0] && zoom[3] > zoom[2] ? zoom : [0, 1, 0, 1],
+    theme: ["dark", "light"].includes(found.get("theme")) ? found.get("theme") : null,
+  });
+}
+
+function writeAddress() {
+  const parts = [`show=${state.panels.map((p) => `${p.model}.${p.layer}.${p.head}`).join(",")}`];
+  if (state.active) parts.push(`active=${state.active}`);
+  if (state.view !== "total") parts.push(`view=${state.view}`);
+  for (const flag of ["log", "same"]) if (state[flag]) parts.push(`${flag}=1`);
+  if (state.token !== null) parts.push(`token=${state.token}`);
+  if (state.from !== "out") parts.push(`from=${state.from}`);
+  if (state.zoom.join() !== "0,1,0,1") parts.push(`zoom=${state.zoom.map((x) => +x.toFixed(5)).join("_")}`);
+  if (state.theme) parts.push(`theme=${state.theme}`);
+  try { history.replaceState(null, "", `#${parts.join("&")}`); } catch { /* a frame without an address of its own */ }
+}
+
+// How a token is called where it stands alone: blanks become visible, and the later bytes of a letter are counted.
+function tokenName(tokens, i) {
+  let first = i;
+  while (first > 0 && tokens[first] === "") first--;
+  const text = tokens[first].trim() || tokens[first];
+  const short = text.length > 24 ? `${[...text].slice(0, 23).join("")}…` : text;
+  const shown = short.replace(/^ +$/, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^$/, "∅");
+  return first === i ? shown : `${shown} +${i - first}`;
+}
