@@ -38,8 +38,11 @@ def test_log_maps_and_zero_maps_draw(tmp_path: Path) -> None:
 
 def test_histograms_count_every_matrix() -> None:
     ranks = {"a": torch.tensor([[3, 4, 4], [8, 8, 8]]), "b": torch.tensor([[1, 8, 8]])}
-    figure: Any = figures.rank_histograms(ranks, size=8)
+    figure: Any = figures.rank_histograms(ranks, size=5)
     assert len(figure.axes) == 2
+    for axes, layer in zip(figure.axes, range(2), strict=True):
+        low, high = axes.get_xlim()
+        assert all(low < rank < high for array in ranks.values() if layer < len(array) for rank in array[layer])
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert legend == ["a (median 4)", "b (median 8)"]
 

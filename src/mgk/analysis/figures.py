@@ -96,13 +96,18 @@ def attention_maps(
 
 
 def rank_histograms(
-    ranks: Mapping[str, Int[Tensor, "l n"]], *, size: int, layers: Sequence[int] | None = None
+    ranks: Mapping[str, Int[Tensor, "l n"]], *, size: int | None = None, layers: Sequence[int] | None = None
 ) -> Figure:
-    """Figures 2 (right) and 6: how the ranks of `size` x `size` matrices are distributed, a panel for each layer."""
+    """Figures 2 (right) and 6: how the ranks of attention matrices are distributed, a panel for each layer.
+
+    The axis ends at `size`, for matrices that are all `size` x `size`, or at the largest rank there is.
+    """
     arrays = {name: np.asarray(values) for name, values in ranks.items()}
     shown = list(range(max(map(len, arrays.values())))) if layers is None else list(layers)
     low = min(int(array.min()) for array in arrays.values())
-    bins = np.linspace(max(0, low - 1), size + 1, 33)
+    high = max([size or 0, *(int(array.max()) for array in arrays.values())])
+    step = -(-(high - low + 3) // 32)  # whole ranks, and at most 32 bars
+    bins = np.arange(low - 1, high + 1 + step, step) - 0.5
     with styled():
         figure = Figure(figsize=(3.6 * len(shown), 2.8), layout="constrained")
         for axes, layer in zip(_row(figure, len(shown)), shown, strict=True):

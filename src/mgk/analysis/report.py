@@ -63,8 +63,7 @@ def write_figures(
     put(heads_table(facts).write(out / "heads"))
     if matrices:
         found = {name: rank_table(run, matrices=matrices, length=length) for name, run in named.items()}
-        size = min(length, max(len(run.of_split(index, length=length).tokens) for run in runs))
-        put(figures.save(figures.rank_histograms(found, size=size), out / "ranks"))
+        put(figures.save(figures.rank_histograms(found), out / "ranks"))
     model = runs[0].config.model
     linear = model.attention in ("linear", "mlk", "smlk")
     heads = (2, 4, 8, 16)
