@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mgk.analysis.commands import explore, figures
+from mgk.reproduce.commands import reproduce
 
 RUNS = Path("runs")
 
@@ -226,6 +227,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "compare": compare,
     "data": data,
+    "reproduce": reproduce,
     "figures": figures,
     "explore": explore,
     "bench": bench,

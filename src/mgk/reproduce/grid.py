@@ -1,0 +1,268 @@
+"""Which trainings the tables are made of, and in which order they are worth doing.
+
+A cell is one training: a task, an attention, heads, at most one option, a seed. A task is a recipe with what the table
+wants changed; its name says what it is trained on, not what the paper was trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from mgk.models.config import LanguageModelConfig
+from mgk.ops.cost import VARIANTS
+from mgk.recipes import recipe
+from mgk.train.config import Config, replace
+
+Metric = Literal["accuracy", "perplexity", "bits"]
+SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on, and how its score is read."""
+
+    config: Config
+    metric: Metric
+    note: str
+    """How it differs from the paper's experiment."""
+    plateau: bool = False
+    """Whether accuracy sits on a plateau and then jumps, or never does."""
+    sliding: bool = False
+    """Whether the test perplexity of the sliding window, the paper's, is measured too."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a language model's training: the same for all attentions."""
+        model = self.config.model
+        return self.config.steps * self.config.data.batch * (model.max_length if _language(self.config) else 0)  # type: ignore[union-attr]
+
+
+def _language(config: Config) -> bool:
+    return isinstance(config.model, LanguageModelConfig)
+
+
+def _lra(name: str, **changes: Any) -> Config:
+    return replace(recipe(f"lra-{name}", paper=True), **changes)
+
+
+def _words(name: str, **changes: Any) -> Config:
+    """The paper's model; as few steps as a table of many models can afford."""
+    return replace(recipe(name), **({"model__dropout": 0.1, "eval_every": 1000, "log_every": 50} | changes))
+
+
+_BYTES: dict[str, Any] = {
+    "model__layers": 16, "model__hidden": 2048, "optimiser__lr": 2.5e-4, "optimiser__warmup": 1000,
+}  # fmt: skip
+
+TASKS: dict[str, Task] = {
+    "listops": Task(
+        _lra("listops"),
+        "accuracy",
+        "LRA's procedure with our generator; 5,000 steps, as in the paper.",
+        plateau=True,
+    ),
+    "text": Task(
+        _lra("text"),
+        "accuracy",
+        "As in the paper: IMDb's official split, pooling over the padded length, and no validation set of its own: "
+        "the checkpoint is chosen on the test set.",
+    ),
+    "text-sound": Task(
+        _lra("text", data__train="train", data__valid="dev"),
+        "accuracy",
+        "As `text`, but 2,500 training reviews are held out and choose the checkpoint.",
+    ),
+    "retrieval-rebuilt": Task(
+        _lra("retrieval", data__name="aan-rebuilt", steps=10_000),
+        "accuracy",
+        "Pairs rebuilt from papers and citations: not LRA's pairs, a twentieth of their number, no paper in two "
+        "splits. 10,000 steps instead of 30,000. Not comparable with the paper's numbers.",
+    ),
+    "listops-long": Task(
+        _lra("listops", steps=15_000, eval_every=150),
+        "accuracy",
+        "As `listops`, with three times the steps, so that every seed has the time to leave the plateau.",
+        plateau=True,
+    ),
+    "enwik8": Task(
+        replace(recipe("enwik8"), **_BYTES),
+        "bits",
+        "The paper's 16 layers on bytes of Wikipedia, with a plain softmax.",
+    ),
+    "wikitext2": Task(
+        _words("wikitext2", steps=4000, eval_every=400),
+        "perplexity",
+        "The paper's 16 layers on WikiText-2: two million words instead of 103.",
+        sliding=True,
+    ),
+    "enwiki": Task(
+        _words("enwiki", steps=10_000, optimiser__warmup=1000, eval_every=2000),
+        "perplexity",
+        "The paper's 16 layers on 32 million words of Wikipedia articles, held-out articles as validation and test: "
+        "WikiText-103's training text is not among our data. Not comparable with the paper's numbers.",
+        sliding=True,
+    ),
+    "enwik8-short": Task(
+        replace(recipe("enwik8"), steps=3000),
+        "bits",
+        "A short run: 8 layers on bytes of Wikipedia, 3,000 steps. For ablations; not in the paper.",
+    ),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "hard": {"model__e_step": "hard"},
+    "em": {"model__prior": "em"},
+    "positions": {"model__prior": "em", "model__prior_positions": "max_length"},
+    "uniform": {"model__prior": "uniform"},
+    "variance": {"model__learn_variance": True},
+    "m1": {"model__components": 1},
+    "m3": {"model__components": 3},
+    "m4": {"model__components": 4},
+}
+MEANING = {
+    "": "prior learned (SGD)",
+    "hard": "hard E-step",
+    "em": "soft E-step, M-step for the prior",
+    "positions": "M-step, a prior per key position",
+    "uniform": "no prior",
+    "variance": "learned variance",
+    "m1": "M = 1",
+    "m3": "M = 3",
+    "m4": "M = 4",
+}
+NAMES = {"softmax": "softmax", "linear": "linear", "mgk": "MGK", "smgk": "sMGK", "mlk": "MLK", "smlk": "sMLK"}
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """An attention as a table names it."""
+
+    attention: str
+    heads: int
+    option: str = ""
+
+    @property
+    def label(self) -> str:
+        """E.g. "sMGK 4, hard E-step"."""
+        return f"{NAMES[self.attention]} {self.heads}" + (f", {MEANING[self.option]}" if self.option else "")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training."""
+
+    task: str
+    row: Row
+    seed: int
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("task", self.task, TASKS), ("attention", self.row.attention, VARIANTS),
+            ("option", self.row.option, ("", *OPTIONS)),
+        ):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"{what}: expected one of {', '.join(known)}, got {value!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        """The cell of a name such as listops/smgk-h4-hard-s0."""
+        found = re.fullmatch(r"([\w-]+)/([a-z]+)-h(\d+)(?:-([a-z]\w*))??-s(\d+)", text)
+        if found is None:
+            raise ValueError(f"cells: expected RECIPE/ATTENTION-hHEADS[-OPTION]-sSEED, got {text!r}")
+        task, attention, heads, option, seed = found.groups()
+        return cls(task, Row(attention, int(heads), option or ""), int(seed))
+
+    @property
+    def name(self) -> str:
+        option = f"-{self.row.option}" if self.row.option else ""
+        return f"{self.task}/{self.row.attention}-h{self.row.heads}{option}-s{self.seed}"
+
+    @property
+    def config(self) -> Config:
+        base = TASKS[self.task].config
+        fields = {"model__attention": self.row.attention, "model__heads": self.row.heads, "seed": self.seed}
+        for name, value in OPTIONS.get(self.row.option, {}).items():
+            fields[name] = getattr(base.model, value) if value == "max_length" else value
+        return replace(base, **fields)
+
+
+PAIRS = ((8, 4), (4, 2), (2, 1), (1, None))  # heads of a baseline, and of the mixtures that are to do its work
+LRA = ("listops", "text", "retrieval-rebuilt", "text-sound", "listops-long")
+LANGUAGE = ("enwik8", "wikitext2", "enwiki")
+SHORT = "enwik8-short"
+
+
+def _paired(baseline: str, mixtures: Sequence[str]) -> list[list[Row]]:
+    return [
+        [Row(baseline, full), *(Row(mixture, half) for mixture in mixtures if half)] for full, half in PAIRS
+    ]  # fmt: skip
+
+
+GROUPS: dict[str, tuple[tuple[str, ...], list[list[Row]]]] = {
+    # Rows that are compared with each other stand in one group: a group is done on all tasks before the next begins.
+    "table1": (LRA, _paired("softmax", ("smgk", "mgk"))),
+    "table2": (LRA, _paired("linear", ("smlk", "mlk"))),
+    "table3": (
+        LANGUAGE,
+        [
+            [Row("softmax", 8), Row("smgk", 4), Row("mgk", 4), Row("linear", 8), Row("mlk", 4)],
+            [Row("softmax", 4), Row("smgk", 8), Row("mgk", 8), Row("linear", 4), Row("mlk", 8)],
+        ],
+    ),
+    "table4": (
+        LRA[:3],
+        [[Row(attention, 1, option) for attention, option in product(("smgk", "mgk"), ("hard", "em", ""))]],
+    ),
+    "ablations": (
+        (SHORT,),
+        [
+            [Row("softmax", 8), Row("softmax", 4), Row("smgk", 4), Row("mgk", 4)],
+            [Row("smgk", 4, option) for option in ("m1", "m3", "m4", "variance", "em", "positions", "uniform", "hard")],
+            [Row("linear", 4), Row("mlk", 4), Row("smlk", 4)],
+            [Row("mgk", 4, option) for option in ("m1", "m3", "m4", "variance", "em", "positions", "uniform", "hard")],
+        ],
+    ),
+}
+TARGETS = (*GROUPS, "all")
+
+
+def rows(target: str) -> list[Row]:
+    """Of a table, in the order of its groups."""
+    return [row for group in GROUPS[target][1] for row in group]
+
+
+def cells(target: str, *, seeds: int = SEEDS, tasks: Iterable[str] = (), heads: Iterable[int] = ()) -> list[Cell]:
+    """The cells of a table, the most useful first: every model once before any twice, and the 8- and 4-head rows first.
+
+    Args:
+        target: one of TARGETS.
+        seeds: trainings of each row.
+        tasks: only these, in this order; all if none is named.
+        heads: only groups of these numbers of heads of the baseline.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"what: expected one of {', '.join(TARGETS)}, got {target!r}")
+    if seeds < 1:
+        raise ValueError(f"seeds: expected at least 1, got {seeds}")
+    wanted, counts = tuple(tasks), tuple(heads)
+    for task in wanted:
+        if task not in TASKS:
+            raise ValueError(f"recipes: expected some of {', '.join(TASKS)}, got {task!r}")
+    targets = tuple(GROUPS) if target == "all" else (target,)
+    found = (cell for seed in range(seeds) for each in targets for cell in _once(each, seed, wanted, counts))
+    return list(dict.fromkeys(found))
+
+
+def _once(target: str, seed: int, wanted: tuple[str, ...], heads: tuple[int, ...]) -> Iterator[Cell]:
+    own, groups = GROUPS[target]
+    chosen = [task for task in wanted if task in own] if wanted else own
+    for number, group in enumerate(groups):
+        if heads and group[0].heads not in heads:
+            continue
+        for task in chosen:
+            if task != "listops-long" or number == 0:  # the long runs are for the first rows alone
+                yield from (Cell(task, row, seed) for row in group)

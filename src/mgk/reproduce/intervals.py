@@ -1,0 +1,54 @@
+"""Means, intervals, and the difference of two rows: Student's t, with Welch's degrees of freedom."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mgk.recipes.compare import STUDENT
+
+NORMAL = 1.960  # the same quantile with any number of degrees of freedom
+
+
+def quantile(freedom: float) -> float:
+    """97.5% of Student's t: between the table's entries log-linear in 1 / freedom, at most 3% too wide."""
+    table = [*((1 / n, value) for n, value in enumerate(STUDENT, 1)), (0.0, NORMAL)]
+    x = 1 / max(freedom, 1.0)
+    for (right, high), (left, low) in pairwise(table):
+        if left <= x <= right:
+            return float(low * (high / low) ** ((x - left) / (right - left)))
+    raise ValueError(f"freedom: expected a number above 0, got {freedom}")
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half of the 95% confidence interval of the mean; None for less than two values."""
+    if len(values) < 2:
+        return None
+    return quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """mean(first) - mean(second) with the ends of its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
+    """None where one of them has less than two values: one seed says nothing about seeds."""
+    if min(len(first), len(second)) < 2:
+        return None
+    mean = statistics.mean(first) - statistics.mean(second)
+    parts = [statistics.variance(values) / len(values) for values in (first, second)]
+    total = sum(parts)
+    if total == 0:
+        return Difference(mean, mean, mean)
+    counts = (len(first), len(second))
+    freedom = total**2 / sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+    half = quantile(freedom) * math.sqrt(total)
+    return Difference(mean, mean - half, mean + half)

@@ -1,0 +1,114 @@
+"""`mgk reproduce` for Python callers, and for machines without tyro: `python -m mgk.reproduce`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mgk.reproduce import grid, records
+from mgk.reproduce.report import FIGURES, read_timings, report
+from mgk.reproduce.runner import RESULTS, RUNS, Tally, sit
+
+What = Literal["table1", "table2", "table3", "table4", "ablations", "all", "figures"]
+REPORT = Path("docs") / "results.md"
+
+
+def reproduce(
+    what: What,
+    *,
+    budget: float | None = None,
+    jobs: int = 1,
+    seeds: int = grid.SEEDS,
+    recipes: Sequence[str] = (),
+    heads: Sequence[int] = (),
+    cells: Sequence[str] = (),
+    check: bool = False,
+    results: Path = RESULTS,
+    runs: Path = RUNS,
+    out: Path = REPORT,
+    data_root: Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> Tally | None:
+    """See `mgk.reproduce.commands.reproduce`; a check that fails is a ValueError, failed cells are a RuntimeError."""
+    if check:
+        verify(results, out)
+        return None
+    if what == "figures":
+        write(results, out)
+        return None
+    chosen = [grid.Cell.parse(name) for name in cells]
+    chosen = chosen or grid.cells(what, seeds=seeds, tasks=recipes, heads=heads)
+    tally = sit(
+        chosen, budget=budget, jobs=jobs, results=results, runs=runs, data_root=data_root, device=device, quiet=False
+    )
+    for task, reason in tally.absent.items():
+        print(f"{task}: left out: {reason}")
+    before = len(chosen) - sum(map(len, (tally.finished, tally.failed, tally.left)))
+    before -= sum(cell.task in tally.absent and not records.path_of(results, cell).exists() for cell in chosen)
+    print(
+        f"{len(tally.finished)} cells finished, {before} had been before, {len(tally.failed)} failed, "
+        f"{len(tally.left)} are left for the same command; records in {results}"
+    )
+    if tally.failed:
+        raise RuntimeError(f"{len(tally.failed)} cells failed; {next(iter(tally.failed.values()))}")
+    return tally
+
+
+def text(results: Path) -> str:
+    return report(records.read_all(results), read_timings(results.parent / "bench-cuda.json"))
+
+
+def write(results: Path, out: Path) -> None:
+    """The report, and its figures where matplotlib is."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text(results), encoding="utf-8")
+    print(f"written to {out}")
+    try:
+        from mgk.reproduce.figures import draw
+    except ImportError as error:
+        print(f"no figures: {error}")
+        return
+    for path in draw(records.read_all(results), out.parent / FIGURES):
+        print(f"written to {path}")
+
+
+def verify(results: Path, out: Path) -> None:
+    """The records are those of the grid, and the report is what they say."""
+    complaints = records.stale(records.read_all(results))
+    if complaints:
+        raise ValueError(f"{len(complaints)} records are not of the present grid: {complaints[0]}")
+    found = out.read_text(encoding="utf-8") if out.exists() else ""
+    if found != text(results):
+        raise ValueError(f"{out} does not follow from the records in {results}; type: mgk reproduce figures")
+    print(f"{out} follows from the {len(records.read_all(results))} records in {results}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m mgk.reproduce", description="Fill the paper's tables; see mgk reproduce."
+    )
+    parser.add_argument("what", choices=get_args(What), nargs="?", default="all")
+    parser.add_argument("--budget", type=float, help="minutes to stop within")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings side by side on one device")
+    parser.add_argument("--seeds", type=int, default=grid.SEEDS, help="trainings of each row")
+    parser.add_argument("--recipes", nargs="+", default=(), help=f"some of {', '.join(grid.TASKS)}")
+    parser.add_argument("--heads", type=int, nargs="+", default=(), help="groups of rows by heads of their baseline")
+    parser.add_argument(
+        "--cells", nargs="+", default=(), help="these cells alone, RECIPE/ATTENTION-hHEADS[-OPTION]-sSEED"
+    )
+    parser.add_argument("--check", action="store_true", help="verify that the report follows from the records")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--out", type=Path, default=REPORT)
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    chosen: dict[str, Any] = vars(parser.parse_args(arguments))
+    try:
+        reproduce(**chosen)
+    except (ValueError, RuntimeError) as error:
+        print(f"mgk: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0

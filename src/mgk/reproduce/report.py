@@ -1,0 +1,235 @@
+"""docs/results.md from the records, and from nothing else: the same records give the same text."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgk.analysis.tables import Table
+from mgk.reproduce.claims import PLATEAU, Claim, Verdict, claims, left
+from mgk.reproduce.grid import GROUPS, MEANING, NAMES, TASKS, Cell, Row, rows
+from mgk.reproduce.intervals import interval
+from mgk.reproduce.paper import published
+from mgk.reproduce.records import Record, command
+
+DIGITS = {"accuracy": 2, "perplexity": 2, "bits": 4}
+UNITS = {"accuracy": "test accuracy %", "perplexity": "test perplexity", "bits": "test bits per byte"}
+FIGURES = "figures"  # beside the report
+HEAD = """# Results
+
+Written by `mgk reproduce figures` from the records in `results/cells`, one for each training; do not edit.
+`mgk reproduce --check` verifies that this page follows from them. A mean stands with half of its 95% confidence
+interval (Student's t over seeds); a seed decides the initial weights, the order of the data and dropout. Any record is
+computed again with the command in it, e.g. `{command}`.
+"""
+RULES = """A comparison is of two rows on one task, over their seeds; with less than two seeds in a row there is not
+enough data. The verdict of a claim is that of most of its comparisons with data; of two as frequent, the less
+favourable.
+"""
+COSTS = """![FLOPs and parameters of softmax, MGK and sMGK against heads](figures/costs-softmax.svg)
+
+![FLOPs and parameters of linear, MLK and sMLK against heads](figures/costs-linear.svg)
+
+FLOPs and parameters of the layers against the heads of the baseline, the mixtures with half of them (Figures 3 and 7).
+"""
+TITLES = {
+    "table1": "Table 1: softmax, sMGK and MGK on the Long Range Arena",
+    "table2": "Table 2: linear, sMLK and MLK on the Long Range Arena",
+    "table3": "Table 3: language modelling",
+    "table4": "Table 4: how the mixture is learned, one head",
+    "ablations": "Ablations",
+}
+NOTES = {
+    "table3": "No WikiText-103: its training text is not among our data, so the paper's perplexities stand here for "
+    "their order alone.",
+    "ablations": "Short runs of one length. Keys mixed before the feature map are no row of their own: that is "
+    "linear attention with another parametrisation of its keys (`linear 4`).",
+}
+
+Rows = Mapping[Row, Sequence[Record]]
+
+
+def tabulate(records: Sequence[Record]) -> dict[str, dict[Row, list[Record]]]:
+    """Records by task and row, seeds in order."""
+    table: dict[str, dict[Row, list[Record]]] = {}
+    for record in sorted(records, key=lambda record: record.cell.seed):
+        table.setdefault(record.cell.task, {}).setdefault(record.row, []).append(record)
+    return table
+
+
+def report(records: Sequence[Record], timings: Sequence[dict[str, Any]] = ()) -> str:
+    """The page."""
+    table = tabulate(records)
+    example = records[0].cell if records else Cell("listops", Row("smgk", 4), 0)
+    found = claims(table, timings)
+    parts = [HEAD.format(command=command(example)), "## The paper's claims\n", summary(found)]
+    for target, title in TITLES.items():
+        parts += [f"## {title}\n", *([NOTES[target] + "\n"] if target in NOTES else [])]
+        shown = [section(target, task, table[task]) for task in GROUPS[target][0] if task in table]
+        parts += [part for part in shown if part] or ["No records yet.\n"]
+    parts += ["## What it costs\n", *([costs(table)] if table else []), COSTS]
+    if table:
+        parts += ["## Training curves\n", *map(picture, drawn(table))]
+    parts += ["## How each claim fared\n", RULES, *map(verdict, found)]
+    parts += ["## Where the numbers come from\n", provenance(records)]
+    return "\n".join(parts)
+
+
+def summary(found: Sequence[Claim]) -> str:
+    """All claims at a glance."""
+    kinds: tuple[Verdict, ...] = ("yes", "no", "within noise", "not enough data")
+    lines = []
+    for claim in found:
+        counts = Counter(comparison.verdict for comparison in claim.comparisons)
+        lines.append([claim.title, claim.verdict, *(str(counts[kind]) for kind in kinds)])
+    return Table(["claim", "verdict", *kinds], lines).markdown()
+
+
+def verdict(claim: Claim) -> str:
+    """A claim, its rule, and the comparisons that have data."""
+    shown = [c for c in claim.comparisons if c.verdict != "not enough data"]
+    missing = len(claim.comparisons) - len(shown)
+    lines = [f"### {claim.title}: {claim.verdict}\n", f"{claim.rule}\n"]
+    if shown:
+        body = [[c.what, c.verdict, c.detail] for c in shown]
+        lines.append(Table(["comparison", "verdict", "numbers"], body).markdown())
+    if missing:
+        lines.append(f"Comparisons without enough data: {missing}.\n")
+    return "\n".join(lines)
+
+
+def section(target: str, task: str, found: Rows) -> str:
+    """One task of one table."""
+    listed = [row for row in rows(target) if row in found]
+    if not listed:
+        return ""
+    what = TASKS[task]
+    header = ["model", *(["setting"] if target in ("table4", "ablations") else [])]
+    paper = any(published(task, row) is not None for row in listed)
+    header += [*([paper_head(task)] if paper else []), UNITS[what.metric], "seeds"]
+    header += [
+        *(["sliding window"] if what.sliding else []),
+        *(["left the plateau", "at step", "mean of those"] * what.plateau),
+    ]
+    lines = [line(target, task, row, found[row], paper) for row in listed]
+    budget = f" {what.tokens / 1e6:.0f} million tokens of training for every model." if what.tokens else ""
+    notes = f"{what.note}{budget}\n"
+    if what.plateau:
+        notes = notes[:-1] + f" A seed has left the plateau when its validation accuracy exceeds {PLATEAU:.0f}%.\n"
+    return "\n".join([f"### {task}\n", notes, Table([*header, "each seed"], lines).markdown()])
+
+
+def paper_head(task: str) -> str:
+    return "paper" if task in ("listops", "text") else {
+        "text-sound": "paper (dev = test)", "retrieval-rebuilt": "paper (LRA's pairs)",
+    }.get(task, "paper (WikiText-103)")  # fmt: skip
+
+
+def line(target: str, task: str, row: Row, found: Sequence[Record], paper: bool) -> list[str]:
+    what = TASKS[task]
+    digits = DIGITS[what.metric]
+    values = [record.test for record in found]
+    result = [f"{NAMES[row.attention]} {row.heads}"]
+    result += [MEANING[row.option] if row.attention not in ("softmax", "linear") else "-"] * (
+        target in ("table4", "ablations")
+    )
+    target_value = published(task, row)
+    result += ["-" if target_value is None else f"{target_value:.2f}"] * paper
+    result += [mean(values, digits), str(len(values))]
+    if what.sliding:
+        sliding = [record.values["test_sliding"] for record in found if record.values.get("test_sliding") is not None]
+        result.append(mean(sliding, digits))
+    if what.plateau:
+        steps = [(step, record.test) for record in found if (step := left(record)) is not None]
+        when = [step for step, _ in steps]
+        result.append(f"{len(steps)} of {len(found)}")
+        result.append(f"{statistics.median(when):,.0f} ({min(when):,} to {max(when):,})" if when else "-")
+        result.append(mean([value for _, value in steps], digits))
+    return [*result, " ".join(f"{value:.{digits}f}" for value in values)]
+
+
+def mean(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return "-"
+    half = interval(values)
+    return f"{statistics.mean(values):.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+def costs(table: Mapping[str, Rows]) -> str:
+    """Parameters, FLOPs, time and memory of every row; time is comparable where as many ran side by side."""
+    lines = []
+    for task in TASKS:
+        for row, found in sorted(table.get(task, {}).items()):
+            jobs = sorted({record.values["jobs"] for record in found})
+            alone = [record for record in found if record.values["jobs"] == jobs[0]]
+            lines.append(
+                [
+                    task,
+                    row.label,
+                    f"{found[0].values['parameters']:,}",
+                    f"{found[0].values['flops'] / 1e9:.3g}",
+                    f"{1e3 * statistics.median(record.values['seconds_per_step'] for record in alone):.2f}",
+                    str(jobs[0]),
+                    f"{max(record.values['peak_bytes'] for record in found) / 2**20:,.0f}",
+                ]
+            )
+    note = (
+        "GFLOPs are those of one example of full length, forward and backward of the layers. Time per step is the "
+        "median over a run, evaluations left out; with others on the same GPU it says little about the model.\n"
+    )
+    header = ["task", "model", "parameters", "GFLOPs", "ms/step", "side by side", "peak MiB"]
+    return note + "\n" + Table(header, lines).markdown()
+
+
+def drawn(table: Mapping[str, Rows]) -> list[tuple[str, str]]:
+    """The figures of curves: family and task, where there is something to draw."""
+    pairs = [(target, task) for target in ("table1", "table2", "table3") for task in GROUPS[target][0] if task in table]
+    return [(target, task) for target, task in pairs if first_rows(target, table[task])]
+
+
+def first_rows(target: str, found: Rows) -> list[Row]:
+    """The rows that a figure overlays: the first group of the table."""
+    return [row for row in GROUPS[target][1][0] if row in found]
+
+
+def picture(of: tuple[str, str]) -> str:
+    target, task = of
+    return (
+        f"![Training loss and validation score on {task}, rows of {target}]({FIGURES}/{target}-{task}.svg)\n\n"
+        f"{task}, the first rows of {TITLES[target].partition(':')[0]}, the first seed of each.\n"
+    )
+
+
+def provenance(records: Sequence[Record]) -> str:
+    """GPUs, versions, commits and data of all records, and how many each made."""
+    if not records:
+        return "No records yet.\n"
+
+    def count(values: list[str]) -> str:
+        return "; ".join(f"{value} ({number})" for value, number in sorted(Counter(values).items()))
+
+    versions = [
+        ", ".join(
+            f"{name} {each.values['versions'][name]}" for name in ("torch", "triton") if name in each.values["versions"]
+        )
+        for each in records
+    ]
+    data = [f"{each.values['data']['name']} {each.values['data']['digest'][:12]}" for each in records]
+    return "\n".join(
+        [
+            f"- records: {len(records)}",
+            f"- GPU: {count([str(each.values['gpu'] or 'none') for each in records])}",
+            f"- versions: {count(versions)}",
+            f"- commits: {count([each.values['commit'] for each in records])}",
+            f"- data: {count(data)}\n",
+        ]
+    )
+
+
+def read_timings(path: Path) -> list[dict[str, Any]]:
+    """The attention's times of `mgk bench --device cuda`, where there are any."""
+    return list(json.loads(path.read_text()).get("operators", [])) if path.exists() else []

@@ -1,0 +1,140 @@
+"""Verdicts follow from numbers by the stated rules."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+
+from mgk.reproduce.claims import Claim, Comparison, Table, claims, left
+from mgk.reproduce.grid import Row
+from mgk.reproduce.intervals import difference, interval, quantile
+from mgk.reproduce.report import tabulate
+from tests.reproduce.common import made_up, seeds
+
+SOFTMAX, SMGK = Row("softmax", 8), Row("smgk", 4)
+
+
+def one(table: Table, title: str, what: str, timings: tuple[dict[str, Any], ...] = ()) -> Comparison:
+    claim = next(claim for claim in claims(table, timings) if claim.title.startswith(title))
+    return next(comparison for comparison in claim.comparisons if comparison.what == what)
+
+
+def test_the_quantile_is_students() -> None:
+    """97.5% quantiles of t; those between whole numbers are by numerical integration, and ours never too narrow."""
+    assert [quantile(n) for n in (1, 2, 4, 9)] == pytest.approx([12.706, 4.303, 2.776, 2.262])
+    for freedom, exact in ((1.2, 8.649), (1.5, 6.017), (2.5, 3.575), (7.5, 2.333), (30, 2.042), (100, 1.984)):
+        assert exact <= quantile(freedom) <= 1.03 * exact
+    assert quantile(math.inf) == 1.960
+
+
+def test_the_interval_of_a_difference_is_welchs() -> None:
+    """With as many values of the same variance s2 the freedom is 2 (n - 1), and half the interval t sqrt(2 s2 / n)."""
+    first, second = [1.0, 2.0, 3.0], [11.0, 12.0, 13.0]
+    found = difference(first, second)
+    assert found is not None
+    half = 2.776 * math.sqrt(2 * statistics.variance(first) / 3)
+    assert (found.mean, found.low, found.high) == pytest.approx((-10, -10 - half, -10 + half))
+    assert difference([1.0], second) is None
+    assert interval([1.0]) is None
+    assert interval(first) == pytest.approx(4.303 / math.sqrt(3))
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"),
+    [
+        ([66.0, 66.1, 65.9], "yes"),
+        ([64.9, 64.8, 64.85], "yes"),  # 0.15 points less: comparable
+        ([63.0, 63.1, 62.9], "no"),
+        ([60.0, 66.0, 70.0], "within noise"),
+        ([66.0], "not enough data"),
+    ],
+)
+def test_half_the_heads(ours: list[float], verdict: str) -> None:
+    table = tabulate(seeds("text", SOFTMAX, [65.0, 65.1, 64.9]) + seeds("text", SMGK, ours))
+    assert one(table, "Comparable", "text: sMGK 4 against softmax 8").verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"), [([1.70, 1.71, 1.70], "yes"), ([1.80, 1.81, 1.80], "no"), ([1.6, 1.9], "within noise")]
+)
+def test_lower_is_better_in_language(ours: list[float], verdict: str) -> None:
+    table = tabulate(seeds("enwik8", Row("softmax", 4), [1.75, 1.751]) + seeds("enwik8", SMGK, ours))
+    assert one(table, "Better at equal", "enwik8: sMGK 4 against softmax 4").verdict == verdict
+
+
+def test_listops_compares_those_that_left_the_plateau() -> None:
+    """A seed that stayed says nothing about how good those are that left."""
+    table = tabulate(seeds("listops", SOFTMAX, [37.0, 37.1, 17.5]) + seeds("listops", SMGK, [37.1, 37.2, 37.0]))
+    found = one(table, "Comparable", "listops: sMGK 4 against softmax 8")
+    assert found.verdict == "yes"
+    assert "of the 3 and 2 seeds that left the plateau" in found.detail
+    stayed = tabulate(seeds("listops", SOFTMAX, [37.0, 17.1, 17.5]) + seeds("listops", SMGK, [37.1, 37.2, 37.0]))
+    found = one(stayed, "Comparable", "listops: sMGK 4 against softmax 8")
+    assert found.verdict == "within noise"
+    assert "plateau" not in found.detail
+
+
+def test_when_a_seed_left_the_plateau() -> None:
+    assert left(made_up("listops", SMGK, 3, 36.0)) == 2300
+    assert left(made_up("listops", SMGK, 3, 20.0)) is None
+
+
+def test_costs_and_times() -> None:
+    table = tabulate(seeds("text", SOFTMAX, [65.0]) + seeds("text", SMGK, [65.0]))
+    for title in ("Fewer parameters", "Fewer FLOPs", "Faster in training"):
+        assert one(table, title, "text: sMGK 4 against softmax 8").verdict == "yes"
+    shared = tabulate(seeds("text", SOFTMAX, [65.0], jobs=4) + seeds("text", SMGK, [65.0]))
+    assert one(shared, "Faster in training", "text: sMGK 4 against softmax 8").verdict == "not enough data"
+    slow = tabulate(seeds("text", SOFTMAX, [65.0]) + seeds("text", SMGK, [65.0], seconds_per_step=0.02))
+    assert one(slow, "Faster in training", "text: sMGK 4 against softmax 8").verdict == "no"
+    timing = {"shape": [32, 8, 4096, 32, False], "method": "smgk soft", "speedup": {"forward": 1.01}}
+    found = one({}, "Faster in inference", "smgk soft: B=32 N=4096 D=32, 8 heads halved", (timing,))
+    assert found.verdict == "within noise"
+
+
+def test_ranks_and_heads() -> None:
+    high = {"length": 512, "examples": 8, "rank": [500.0], "effective_heads": [3.0]}
+    table = tabulate(seeds("text", SOFTMAX, [65.0, 65.0]) + seeds("text", SMGK, [65.0, 65.0], inside=high))
+    assert one(table, "Attention of higher rank", "text: sMGK 4 against softmax 8").verdict == "yes"
+    table = tabulate(seeds("text", Row("softmax", 4), [65.0, 65.0]) + seeds("text", SMGK, [65.0, 65.0], inside=high))
+    assert one(table, "Less redundant", "text: sMGK 4 against softmax 4").verdict == "yes"
+    none = tabulate(seeds("text", SOFTMAX, [65.0, 65.0]) + seeds("text", SMGK, [65.0, 65.0], inside=None))
+    assert one(none, "Attention of higher rank", "text: sMGK 4 against softmax 8").verdict == "not enough data"
+
+
+@pytest.mark.parametrize(
+    ("mixture", "verdict", "share"),
+    [([38.0, 38.1], "yes", "22%"), ([39.1, 38.9], "within noise", "2%"), ([42.0, 42.1], "no", "-")],
+)
+def test_the_gap_to_softmax(mixture: list[float], verdict: str, share: str) -> None:
+    table = tabulate(
+        seeds("enwiki", SOFTMAX, [34.2, 34.3])
+        + seeds("enwiki", Row("linear", 8), [39.0, 39.2])
+        + seeds("enwiki", Row("mlk", 8), mixture)
+    )
+    found = one(table, "MLK closes", "enwiki: MLK 8 against linear 8")
+    assert found.verdict == verdict
+    assert found.detail.startswith(share)
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"),
+    [([36.5, 37.5, 37.0, 17.0], "yes"), ([35.0, 35.1, 35.2], "no"), ([37.0, 37.1, 17.0], "not enough data")],
+)
+def test_baselines_against_the_paper(ours: list[float], verdict: str) -> None:
+    found = one(tabulate(seeds("listops", SOFTMAX, ours)), "Our baselines", "listops: softmax 8")
+    assert found.verdict == verdict
+
+
+def test_a_claim_has_the_verdict_of_most_and_of_two_the_less_favourable() -> None:
+    def verdict(*each: Any) -> str:
+        return Claim("", "", [Comparison("", one) for one in each]).verdict
+
+    assert verdict("yes", "yes", "no") == "yes"
+    assert verdict("yes", "no") == "no"
+    assert verdict("yes", "within noise") == "within noise"
+    assert verdict("yes", "not enough data", "not enough data") == "yes"
+    assert verdict("not enough data") == verdict() == "not enough data"

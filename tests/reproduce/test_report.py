@@ -1,0 +1,100 @@
+"""The report is a function of the records. After a change that is meant, write it anew:
+python -m tests.reproduce.test_report
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mgk.reproduce import report
+from mgk.reproduce.grid import Row
+from mgk.reproduce.main import main
+from mgk.reproduce.records import Record
+from tests.reproduce.common import made_up, seeds, written
+
+GOLDEN = Path(__file__).parent / "golden.md"
+TIMING = {"shape": [32, 8, 4096, 32, False], "method": "smgk soft", "speedup": {"forward": 1.681}}
+
+
+def records() -> list[Record]:
+    return [
+        *seeds("listops", Row("softmax", 8), [37.0, 17.2, 36.4]),
+        *seeds("listops", Row("smgk", 4), [36.9, 37.4, 37.1]),
+        *seeds("listops", Row("mgk", 4), [17.0]),
+        *seeds("listops", Row("mgk", 1, "em"), [33.1, 34.0], jobs=4),
+        *seeds("text", Row("softmax", 8), [65.1, 65.6]),
+        *seeds("text", Row("linear", 8), [65.9, 65.8]),
+        *seeds("enwiki", Row("softmax", 8), [61.25], test_sliding=52.5),
+        *seeds("enwik8-short", Row("smgk", 4, "m3"), [1.7512, 1.7498]),
+    ]
+
+
+def test_the_report_is_what_it_was() -> None:
+    assert report(records(), [TIMING]) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_the_order_of_records_plays_no_part_in_the_tables() -> None:
+    first, second = (report(found).split("## The paper's claims")[1] for found in (records(), records()[::-1]))
+    assert first == second
+
+
+def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = written(tmp_path / "cells", records())
+    options = ["--results", str(results), "--out", str(tmp_path / "docs" / "results.md")]
+    assert main(["--check", *options]) == 1
+    assert "type: mgk reproduce figures" in capsys.readouterr().err
+    assert main(["figures", *options]) == 0
+    for name in ("table1-listops", "table2-text", "table3-enwiki", "costs-softmax"):
+        assert (tmp_path / "docs" / "figures" / f"{name}.svg").exists()
+    assert main(["--check", *options]) == 0
+    written(results, [made_up("listops", Row("mgk", 4), 1, 36.5)])
+    assert main(["--check", *options]) == 1
+    capsys.readouterr()
+    written(
+        results,
+        [
+            made_up(
+                "listops",
+                Row("mgk", 4),
+                1,
+                36.5,
+                configuration=made_up("text", Row("mgk", 4), 1, 36.5).values["configuration"],
+            )
+        ],
+    )
+    assert main(["--check", *options]) == 1
+    assert "not of the present grid: recipe: the run in listops/mgk-h4-s1.json" in capsys.readouterr().err
+
+
+def test_every_picture_of_the_report_is_drawn(tmp_path: Path) -> None:
+    from mgk.reproduce.figures import draw
+
+    names = {path.name for path in draw(records(), tmp_path)}
+    shown = [part.split(")")[0] for part in report(records()).split("](figures/")[1:]]
+    assert shown
+    assert set(shown) <= names
+
+
+def test_a_machine_without_tyro_rich_and_matplotlib_will_do(tmp_path: Path) -> None:
+    results = written(tmp_path / "cells", records())
+    program = (
+        "import sys\n"
+        "for name in ('tyro', 'rich', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
+        "import mgk.reproduce.runner, mgk.reproduce.inside, mgk.reproduce.pack\n"
+        "from mgk.reproduce.main import main\n"
+        "raise SystemExit(main(['figures', '--results', sys.argv[1], '--out', sys.argv[2]]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, results, tmp_path / "results.md"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no figures: figures need matplotlib" in done.stdout
+    assert (tmp_path / "results.md").read_text() == report(sorted(records(), key=lambda record: record.cell.name))
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(report(records(), [TIMING]), encoding="utf-8")
