@@ -62,7 +62,7 @@ def test_commands_exist(line: str) -> None:
 
 
 # What makes the walk small; its commands run as they stand in the README, with these behind them.
-SMALL = "--data.options sizes=[24,8,8] lengths=[5,20] --data.batch 4 --steps 2 --optimiser.warmup 1".split()
+SMALL = shlex.split("--data.options sizes=[24,8,8] lengths=[5,20] --data.batch 4 --steps 2 --optimiser.warmup 1")
 BEHIND = {
     "data": ["--sizes", "24", "8", "8", "--lengths", "5", "20"],
     "train": SMALL,
