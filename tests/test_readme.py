@@ -70,6 +70,7 @@ BEHIND = {
     "eval": [],
     "explore": [],
     "figures": ["--length", "16"],
+    "convert": [],
 }
 
 
@@ -79,7 +80,7 @@ def test_the_walk_from_data_to_a_picture_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MGK_DATA", str(tmp_path / "data"))
     walk = [shlex.split(line)[1:] for line in COMMANDS if line.startswith("mgk") and line.split()[1] in BEHIND]
-    assert [command[0] for command in walk] == ["data", "train", "eval", "compare", "explore", "figures"]
+    assert [command[0] for command in walk] == ["data", "train", "eval", "compare", "explore", "figures", "convert"]
     for command in walk:
         assert cli.main([*command, *BEHIND[command[0]]]) == 0, (command, capsys.readouterr().err)
     assert "smgk:4" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mgk.analysis.commands import explore, figures
+from mgk.cli_hf import convert, generate
 from mgk.reproduce.commands import reproduce
 
 RUNS = Path("runs")
@@ -230,6 +231,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": reproduce,
     "figures": figures,
     "explore": explore,
+    "generate": generate,
+    "convert": convert,
     "bench": bench,
     "demo": demo,
 }

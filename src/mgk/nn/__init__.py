@@ -5,6 +5,7 @@ from mgk.nn.block import Block, Stack
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import RotaryPositions, Rotation, SinusoidalPositions
 from mgk.nn.output import TiedSoftmax
+from mgk.nn.replace import replace_attention
 
 __all__ = [
     "Block",
@@ -17,4 +18,5 @@ __all__ = [
     "StackCache",
     "StateCache",
     "TiedSoftmax",
+    "replace_attention",
 ]

@@ -1,0 +1,71 @@
+"""Text from a language model, piece by piece as it comes."""
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+# Transformers is typed in part.
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+
+from mgk.hf.convert import from_run, is_run
+from mgk.hf.tokenizer import tokenizer_of
+from mgk.train.config import read
+from mgk.train.data import load as load_data
+
+
+def load_for_generation(
+    folder: str | Path, *, which: str = "best", data_root: str | Path | None = None
+) -> tuple[Any, Any]:
+    """The language model and the tokenizer of a run, or of a folder of Transformers."""
+    folder = Path(folder)
+    if not is_run(folder):
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder}: expected the folder of a run or of a model, found no config.json in it")
+        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    settings = read(folder / "config.json")
+    if settings.kind != "language":
+        raise ValueError(f"{folder}: expected a language model, got a {settings.kind}")
+    return from_run(folder, which), tokenizer_of(load_data(settings, data_root))
+
+
+def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[str]:
+    """Generate, and yield the prompt's continuation as it comes; with beams, all of it at the end.
+
+    Args:
+        model: with `generate`.
+        tokenizer: its tokenizer.
+        prompt: what to go on from.
+        options: of `generate`.
+    """
+    inputs = tokenizer(prompt or "\n", return_tensors="pt", return_token_type_ids=False).to(model.device)
+    length = inputs["input_ids"].shape[1]
+    limit = model.config.max_position_embeddings if getattr(model.config, "positions", "") == "learned" else None
+    if limit is not None and length + options.get("max_new_tokens", 0) > limit:
+        raise ValueError(f"--tokens: expected at most {limit - length} after this prompt (learned positions), got more")
+    if model.generation_config.pad_token_id is None:
+        options.setdefault("pad_token_id", 0)  # of one row, nothing is padded
+    if options.get("num_beams", 1) > 1:
+        row = model.generate(**inputs, **options)[0, length:]
+        yield tokenizer.decode(row, clean_up_tokenization_spaces=False)
+        return
+    failed: queue.Queue[Exception] = queue.Queue()
+    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
+
+    def work() -> None:
+        try:
+            model.generate(**inputs, **options, streamer=pieces)
+        except Exception as error:  # told by the thread that listens
+            failed.put(error)
+            pieces.end()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield from pieces
+    thread.join()
+    if not failed.empty():
+        raise failed.get()

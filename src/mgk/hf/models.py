@@ -1,0 +1,311 @@
+"""The models of `mgk.models` as Transformers' models: loaded, trained, generated from and shared like any other.
+
+Each wraps the module of `mgk.models` as `self.mgk`, so a weight has the name it has in a run of `mgk train`, after
+"mgk."; nothing is implemented twice.
+
+B batch, N positions of this call, Nk positions so far, E width of the model, V tokens, C classes.
+"""
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+# Transformers is typed in part.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+    ImageClassifierOutput,
+    SequenceClassifierOutput,
+)
+from transformers.utils.output_capturing import capture_outputs
+
+from mgk.hf.cache import MGKCache, adopt, stack_of
+from mgk.hf.config import MGKConfig
+from mgk.models import build
+from mgk.nn import Block, Stack
+from mgk.nn.output import IGNORE
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+HEADS = ("output", "classifier")  # what a model of embeddings leaves out
+
+
+class MGKPreTrainedModel(PreTrainedModel):
+    """What all have in common: how they are built, loaded and checkpointed."""
+
+    config: MGKConfig
+    config_class = MGKConfig
+    base_model_prefix = ""  # weights have one name in all of them
+    kinds: ClassVar[tuple[str, ...]] = ()
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
+    _supports_attention_backend = False
+
+    def __init__(self, config: MGKConfig) -> None:
+        super().__init__(config)
+        if config.kind not in self.kinds:
+            raise ValueError(
+                f"config.kind: expected {' or '.join(self.kinds)} for {type(self).__name__}, got {config.kind}"
+            )
+        self.mgk: Any = self._build(config)
+        self.gradient_checkpointing = config.recompute
+        self._begun_empty = any(x.is_meta for x in self.mgk.parameters())  # `from_pretrained` fills it afterwards
+        self.post_init()
+
+    def _build(self, config: MGKConfig) -> nn.Module:
+        return build(config.to_model())
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Transformers has it, from safetensors alone: loading runs no code from a file."""
+        kwargs.setdefault("use_safetensors", True)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise OSError(f"{pretrained_model_name_or_path}: damaged weights ({error}); get the file again") from None
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """What was not loaded gets the initial values of `mgk.models`; a model built without a file has them."""
+        if not self._begun_empty:
+            return
+        missing = {name: x for name, x in tensors(self.mgk) if not getattr(x, "_is_hf_initialized", False)}
+        if missing:
+            fresh = dict(tensors(self._build(self.config)))
+            for name, tensor in missing.items():
+                tensor.copy_(fresh[name])
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **__: Any) -> None:
+        self.gradient_checkpointing = enable
+        for module in self.modules():
+            if isinstance(module, Stack):
+                module.recompute = enable
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.mgk.patches if self.config.kind == "vision" else self.mgk.encoder.tokens  # type: ignore[no-any-return]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        if self.config.kind == "vision":
+            self.mgk.patches = value
+        else:
+            self.mgk.encoder.tokens = value
+
+
+class MGKModel(MGKPreTrainedModel):
+    """What the last layer makes of every token, or patch, and its mean: embeddings."""
+
+    kinds = ("classifier", "matcher", "language", "vision")
+    _keys_to_ignore_on_load_unexpected = [rf"^mgk\.{head}\." for head in HEADS]  # noqa: RUF012
+
+    def _build(self, config: MGKConfig) -> nn.Module:
+        model = super()._build(config)
+        for head in HEADS:
+            if hasattr(model, head):
+                setattr(model, head, nn.Identity())
+        return model
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "b n"] | None = None,
+        pixel_values: Float[Tensor, "b c s s"] | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPooling:
+        """`last_hidden_state` (B,N,E) and `pooler_output` (B,E): of token ids, or of an image for a vision model."""
+        check_options(kwargs)
+        if self.config.kind == "vision":
+            seen: list[Tensor] = []
+            handle = self.mgk.stack.register_forward_hook(lambda *call: seen.append(call[2]))
+            try:
+                pooled = self.mgk(pixel_values)
+            finally:
+                handle.remove()
+            return BaseModelOutputWithPooling(last_hidden_state=seen[0], pooler_output=pooled)  # type: ignore[arg-type]
+        assert input_ids is not None
+        mask = real_tokens(attention_mask)
+        if self.config.kind == "language":
+            hidden = self.mgk.hidden(input_ids, mask, positions_of(position_ids, input_ids))
+        else:
+            hidden = self.mgk.encoder(input_ids, mask, positions_of(position_ids, input_ids))
+        weight = torch.ones_like(input_ids, dtype=hidden.dtype) if mask is None else mask.to(hidden.dtype)
+        pooled = torch.einsum("bn,bne->be", weight, hidden) / weight.sum(1, keepdim=True).clamp(min=1)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)  # type: ignore[arg-type]
+
+
+class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
+    """A causal language model with `generate()`."""
+
+    kinds = ("language",)
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"],
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "b n"] | None = None,
+        past_key_values: Cache | None = None,
+        labels: Int[Tensor, "b n"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the next token in float32, and the loss if there are labels.
+
+        Args:
+            input_ids: (B,N); with a cache, the tokens after those in it.
+            attention_mask: (B,Nk), 1 for real tokens, in the cache or new; padding may stand on either side.
+            position_ids: (B,N); None counts the real tokens.
+            past_key_values: an `MGKCache`, or an empty `DynamicCache`. Such a call is not differentiated.
+            labels: (B,N), `input_ids` themselves: the model shifts them; -100 does not count. In training only the
+                loss is computed, never all (B,N,V) logits at once.
+            use_cache: return a cache; by default only if one was passed.
+            logits_to_keep: logits of so many last positions alone; 0 is all.
+            num_items_in_batch: what the summed loss is divided by, for `Trainer` and its accumulation of gradients.
+        """
+        check_options(kwargs)
+        if past_key_values is not None or use_cache:
+            fresh = self.mgk.new_cache(len(input_ids))
+            past_key_values = MGKCache(fresh) if past_key_values is None else adopt(past_key_values, fresh)
+        if labels is not None and past_key_values is not None:
+            raise ValueError("labels: expected None with a cache, whose calls are not differentiated")
+        cache = None if past_key_values is None else stack_of(past_key_values)
+        mask, positions = real_tokens(attention_mask), positions_of(position_ids, input_ids)
+        hidden = self.mgk.hidden(input_ids, mask, positions, cache, last=logits_to_keep or None)
+        weight = self.mgk.encoder.tokens.weight
+        loss = logits = None
+        if labels is not None:
+            if logits_to_keep:
+                raise ValueError(f"logits_to_keep: expected 0 with labels, got {logits_to_keep}")
+            target = labels[:, 1:].flatten().long()
+            losses = self.mgk.output.losses(hidden[:, :-1].flatten(0, 1), weight, target)
+            loss = losses.sum() / (
+                (target != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            )
+        if labels is None or not self.training:
+            logits = self.mgk.output(hidden, weight)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def get_output_embeddings(self) -> None:
+        """None apart from the input embeddings, to which the softmax is tied."""
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As Transformers has it, for a plain softmax; the clusters of an adaptive one are by frequency and stay."""
+        if self.config.cutoffs:
+            raise ValueError("new_num_tokens: expected a model with a plain softmax (cutoffs=()), got an adaptive one")
+        table: nn.Embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        output, size = self.mgk.output, table.num_embeddings
+        bias = output.bias.new_zeros(size)
+        bias[: len(output.bias)] = output.bias.data[:size]
+        output.bias, output.sizes = nn.Parameter(bias), [size]
+        return table
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: Any,
+        batch_size: int, max_cache_length: int,
+    ) -> None:  # fmt: skip
+        kind = generation_config.cache_implementation
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        if kind not in (None, "dynamic", "static"):
+            raise ValueError(f"cache_implementation: expected 'dynamic' or 'static' for this model, got {kind!r}")
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        room = max_cache_length if kind == "static" else 0
+        model_kwargs["past_key_values"] = MGKCache(self.mgk.new_cache(rows, room), room)
+
+
+class MGKForSequenceClassification(MGKPreTrainedModel):
+    """A classifier of one sequence, as the paper's Long Range Arena has it."""
+
+    kinds = ("classifier",)
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"],
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "b n"] | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Logits (B,C); the loss is cross-entropy, or what `config.problem_type` says."""
+        check_options(kwargs)
+        logits = self.mgk(input_ids, real_tokens(attention_mask), positions_of(position_ids, input_ids))
+        return SequenceClassifierOutput(loss=classification_loss(self, logits, labels), logits=logits)
+
+
+class MGKForDocumentMatching(MGKForSequenceClassification):
+    """Whether two documents go together: `input_ids` and `attention_mask` are (B,2,N)."""
+
+    kinds = ("matcher",)
+
+
+class MGKForImageClassification(MGKPreTrainedModel):
+    """A vision transformer."""
+
+    kinds = ("vision",)
+    main_input_name = "pixel_values"
+
+    @capture_outputs
+    def forward(
+        self, pixel_values: Float[Tensor, "b c s s"], labels: Tensor | None = None, **kwargs: Any
+    ) -> ImageClassifierOutput:
+        """Logits (B,C), and the loss if there are labels."""
+        check_options(kwargs)
+        logits = self.mgk(pixel_values)
+        return ImageClassifierOutput(loss=classification_loss(self, logits, labels), logits=logits)
+
+
+def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def classification_loss(model: MGKPreTrainedModel, logits: Tensor, labels: Tensor | None) -> Any:
+    if labels is None:
+        return None
+    kind = model.config.problem_type
+    logits = logits.float()
+    if kind == "regression":
+        return nn.functional.mse_loss(logits.squeeze(-1), labels.float())
+    if kind == "multi_label_classification":
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
+    return nn.functional.cross_entropy(logits, labels.long())
+
+
+def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
+    """True for real tokens, and None where all are: the attention is faster when it need not look."""
+    if attention_mask is None:
+        return None
+    mask = attention_mask.bool()
+    return mask if torch.compiler.is_compiling() or not bool(mask.all()) else None
+
+
+def positions_of(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
+    return None if position_ids is None else position_ids.expand_as(input_ids)
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Transformers hands on what it does not know; what would change the answer must not be lost on the way."""
+    with suppress(KeyError):
+        if options.pop("output_attentions"):
+            raise ValueError("output_attentions: expected False; `mgk explore` and mgk.analysis.collect show attention")
+    for name in ("output_hidden_states", "return_dict", "use_cache", "token_type_ids", "num_items_in_batch"):
+        options.pop(name, None)
+    if options:
+        raise TypeError(f"{next(iter(options))}: no such argument")

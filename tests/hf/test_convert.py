@@ -1,0 +1,244 @@
+"""A run and a folder of Transformers hold the same things, and the commands that go between them."""
+# mypy: disallow-untyped-calls=False
+# Transformers is typed in part.
+
+from __future__ import annotations
+
+import filecmp
+import functools
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2LMHeadModel
+
+import mgk.data
+from mgk.hf import hf_to_run, run_to_hf
+from mgk.cli_hf import convert, generate
+from mgk.hf.tokenizer import byte_tokenizer, tokenizer_of
+from mgk.train import evaluate, load_model, train
+from mgk.train.config import replace
+from tests.hf.common import foreign, make
+from tests.recipes.common import TEXT, small
+
+RECORD = ("config.json", "run.json", "log.jsonl", "result.json")
+SHORT: dict[str, Any] = {"steps": 4, "eval_every": 2, "log_every": 2, "optimiser__warmup": 1}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A few steps of a byte-level and of a word-level language model and of a classifier, with their data."""
+    made = {}
+    for name, changes in (("enwik8", {"model__attention": "softmax"}), ("wikitext2", {}), ("lra-text", {})):
+        root = tmp_path_factory.mktemp(name)
+        train(replace(small(name, root), **SHORT, **changes), root / "run", data_root=root)
+        made[name] = root
+    return made
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    first, second = (load_model(run)[0].state_dict() for run in (one, two))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", ["enwik8", "wikitext2", "lra-text"])
+def test_there_and_back_without_loss(runs: dict[str, Path], name: str, tmp_path: Path) -> None:
+    root = runs[name]
+    folder = run_to_hf(root / "run", tmp_path / "hf", data_root=root, state=True)
+    back = hf_to_run(folder, tmp_path / "back")
+    assert same_weights(root / "run", back)
+    assert all(filecmp.cmp(root / "run" / file, back / file, shallow=False) for file in RECORD)
+    assert filecmp.cmp(root / "run/best/model.safetensors", back / "best/model.safetensors", shallow=False)
+    one, two = (torch.load(run / "best/state.pt", weights_only=True) for run in (root / "run", back))
+    assert str(one) == str(two)
+    before, after = (evaluate(run, data_root=root, device="cpu") for run in (root / "run", back))
+    assert {**before, "run": ""} == {**after, "run": ""}
+
+
+def test_a_run_goes_on_after_the_way_back(tmp_path: Path) -> None:
+    """With the optimiser's state, exactly as it would have gone on without."""
+    settings = replace(small("lra-text", tmp_path / "data"), **SHORT, optimiser__schedule="constant")
+    options: dict[str, Any] = {"data_root": tmp_path / "data"}
+    train(settings, tmp_path / "whole", **options)
+    train(replace(settings, steps=2), tmp_path / "half", **options)
+    folder = run_to_hf(tmp_path / "half", tmp_path / "hf", which="last", state=True)
+    back = hf_to_run(folder, tmp_path / "back")
+    told = json.loads((back / "config.json").read_text()) | {"steps": 4}
+    (back / "config.json").write_text(json.dumps(told))
+    (back / "result.json").unlink()
+    train(settings, back, resume=True, **options)
+    assert filecmp.cmp(tmp_path / "whole/last/model.safetensors", back / "last/model.safetensors", shallow=False)
+
+
+def test_transformers_reads_text_as_the_run_did(runs: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("enwik8", "wikitext2"):
+        run_to_hf(runs[name] / "run", tmp_path / name, data_root=runs[name])
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        prepared = mgk.data.load("enwik8" if name == "enwik8" else "wikitext-2", root=runs[name])
+        tokens = prepared.split("train").tokens[:200].tolist()  # type: ignore[union-attr]
+        if name == "enwik8":
+            text = bytes(tokens).decode("utf-8", errors="strict")
+        else:
+            text = " ".join(prepared.words[token] for token in tokens).replace("<eos>", "\n")
+        assert tokenizer(text)["input_ids"] == tokens
+        if name == "enwik8":
+            assert tokenizer.decode(tokens) == text
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        plain, _ = load_model(runs[name] / "run")
+        given = torch.tensor([tokens[:20]])
+        assert torch.equal(model(given).logits, plain(given))
+
+
+def test_a_byte_tokenizer_knows_every_byte() -> None:
+    text = "é\t√ 🙂\n"
+    assert byte_tokenizer(0)(text)["input_ids"] == list(text.encode())
+    padded = byte_tokenizer(1)
+    assert padded(text)["input_ids"] == [byte + 1 for byte in text.encode()]
+    assert padded.pad_token_id == 0
+    assert padded.decode(padded(text)["input_ids"]) == text
+    assert len(byte_tokenizer(0)) == 256
+
+
+def test_the_other_tokenizers(tmp_path: Path) -> None:
+    options = small("lra-listops", tmp_path / "listops").data.options
+    listops = mgk.data.load("listops", root=tmp_path / "listops", **_parsed(options))
+    tokenizer = tokenizer_of(listops)
+    assert tokenizer is not None
+    row = listops.split("train").row(0).tolist()  # type: ignore[union-attr]
+    words = [str(tokenizer.convert_ids_to_tokens(number)) for number in row]
+    assert tokenizer("( ".join(words))["input_ids"] == row
+    options = small("enwiki", tmp_path / "enwiki").data.options
+    enwiki = mgk.data.load("enwiki", root=tmp_path / "enwiki", **_parsed(options))
+    tokenizer = tokenizer_of(enwiki)
+    assert tokenizer is not None
+    from mgk.data.corpora import PIECE, encode
+
+    lines = [line for line in TEXT.splitlines()[:20] if line.strip()]
+    expected = encode((PIECE.findall(line) for line in lines), enwiki.words).tolist()
+    assert tokenizer("\n".join(lines) + "\n")["input_ids"] == expected
+    options = small("fashion-mnist", tmp_path / "images").data.options
+    images = mgk.data.load("fashion-mnist", root=tmp_path / "images", **_parsed(options))
+    assert tokenizer_of(images) is None
+
+
+def _parsed(options: tuple[str, ...]) -> dict[str, Any]:
+    found = {name: json.loads(value) for name, value in (option.split("=") for option in options)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def test_the_card_is_the_runs_own_record(runs: dict[str, Path], tmp_path: Path) -> None:
+    run_to_hf(runs["lra-text"] / "run", tmp_path / "hf")
+    card = (tmp_path / "hf/README.md").read_text()
+    result = json.loads((runs["lra-text"] / "run/result.json").read_text())
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-classification\n")
+    assert f"| test | {result['test']['loss']:.4f} | {result['test']['accuracy']:.4f} |" in card
+    assert f"{result['parameters']:,} parameters" in card
+    assert "AutoModelForSequenceClassification.from_pretrained" in card
+    assert str(tmp_path) not in card
+    assert not (tmp_path / "hf/tokenizer.json").exists()  # its data is not in the usual place, so no one knows
+
+
+def test_a_model_from_elsewhere_becomes_a_run(tmp_path: Path) -> None:
+    make("classifier").save_pretrained(tmp_path / "hf")
+    with pytest.raises(ValueError, match="data: expected the name of a data set"):
+        hf_to_run(tmp_path / "hf", tmp_path / "run")
+    hf_to_run(tmp_path / "hf", tmp_path / "run", data="imdb")
+    model, settings = load_model(tmp_path / "run")
+    assert settings.data.name == "imdb"
+    expected = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").mgk.state_dict()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+    with pytest.raises(ValueError, match="expected a new or empty folder"):
+        hf_to_run(tmp_path / "hf", tmp_path / "run", data="imdb")
+
+
+def test_the_command_generates(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = runs["enwik8"]
+    options: dict[str, Any] = {"prompt": "Lic", "tokens": 6, "data_root": root, "device": "cpu"}
+    shown = []
+    run_to_hf(root / "run", tmp_path / "hf", data_root=root)
+    for folder in (root / "run", root / "run", tmp_path / "hf"):
+        generate(folder, **options, sample=folder.name == "run")
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]  # the seed decides
+    assert all(text.endswith("\n") and len(text) > 1 for text in shown)
+    generate(root / "run", **options, beams=2, sample=False)
+    generate(runs["wikitext2"] / "run", **options | {"prompt": "the License", "data_root": runs["wikitext2"]})
+    assert capsys.readouterr().out.strip()
+    with pytest.raises(ValueError, match="expected a language model, got a classifier"):
+        generate(runs["lra-text"] / "run", prompt="x")
+    with pytest.raises(ValueError, match=r"found no config\.json"):
+        generate(tmp_path, prompt="x")
+
+
+def test_the_command_converts_there_and_back(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = runs["enwik8"]
+    convert((root / "run", tmp_path / "hf"), data_root=root)
+    convert((tmp_path / "hf", tmp_path / "back"))
+    assert capsys.readouterr().out == f"written to {tmp_path / 'hf'}\nwritten to {tmp_path / 'back'}\n"
+    assert same_weights(root / "run", tmp_path / "back")
+
+
+def test_the_command_halves_the_heads_of_a_run(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out = runs["enwik8"], tmp_path / "half"
+    convert((out,), from_=str(root / "run"), heads_to_mixtures=True, finetune=2, windows=4, data_root=root)
+    shown = capsys.readouterr().out
+    report = json.loads((out / "merge.json").read_text())
+    assert report["heads"] == [2, 1]
+    assert set(report["loss"]) == {"before", "merged", "tuned"}
+    assert f"merged {report['loss']['merged']:.4f}" in shown
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert (model.config.attention, model.config.heads) == ("mgk", 1)
+    assert AutoTokenizer.from_pretrained(out)("a")["input_ids"] == [97]
+
+
+def test_the_command_halves_the_heads_of_a_model_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = foreign("gpt2")[0].config
+    settings.vocab_size = 257
+    GPT2LMHeadModel(settings).save_pretrained(tmp_path / "gpt")
+    byte_tokenizer(1).save_pretrained(tmp_path / "gpt")
+    (tmp_path / "text.txt").write_text(TEXT[:3000])
+    options: dict[str, Any] = {"from_": str(tmp_path / "gpt"), "length": 16, "windows": 4}
+    with pytest.raises(ValueError, match="--text: expected a file"):
+        convert((tmp_path / "none",), heads_to_mixtures=True, **options)
+    convert((tmp_path / "half",), heads_to_mixtures=True, text=tmp_path / "text.txt", **options)
+    convert((tmp_path / "drop",), drop=True, text=tmp_path / "text.txt", **options)
+    for name, components in (("half", 2), ("drop", 1)):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.mixture_components == components
+
+
+def test_the_command_line_has_the_options_it_promises(tmp_path: Path) -> None:
+    """As cli.py parses them: `--from`, not `--from-`."""
+    seen: list[tuple[Any, ...]] = []
+
+    @functools.wraps(convert)
+    def noted(*args: Any, **kwargs: Any) -> None:
+        seen.append((args, kwargs))
+
+    tyro.cli(noted, args=["--from", "gpt2", "--heads-to-mixtures", "--finetune", "5", "out"])
+    ((args, kwargs),) = seen
+    given = inspect.signature(convert).bind(*args, **kwargs).arguments
+    assert (given["paths"], given["from_"], given["heads_to_mixtures"], given["finetune"]) == (
+        (Path("out"),),
+        "gpt2",
+        True,
+        5,
+    )
+
+
+def test_a_wrong_command_is_told(tmp_path: Path) -> None:
+    for paths, options, message in (
+        ((tmp_path,), {}, "PATHS: expected what to convert and the folder to write, got 1"),
+        ((tmp_path, tmp_path), {"from_": "x"}, "PATHS: expected the folder to write, got 2"),
+        ((tmp_path,), {"from_": "x"}, "--heads-to-mixtures"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(paths, **options)  # type: ignore[arg-type]

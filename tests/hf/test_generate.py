@@ -1,0 +1,162 @@
+"""`generate()` with a cache gives what it gives without, for every variant and way of decoding."""
+# mypy: disallow-untyped-calls=False
+# Transformers is typed in part.
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from mgk.hf import MGKCache
+from mgk.ops.cost import LINEAR
+from tests.hf.common import make
+from tests.models.common import KINDS
+
+# Every variant, and what else a step reads: a prior per position, a drawn feature map. Steps of the others are tested
+# in tests/models.
+SOME = ("softmax", "mgk", "mgk-hard", "smgk", "smgk-positions", "linear", "mlk", "smlk", "smlk-favor")
+every_kind = pytest.mark.parametrize("kind", SOME)
+GROWING = [kind for kind in SOME if KINDS[kind]["attention"] not in LINEAR]
+CONSTANT = [kind for kind in SOME if kind not in GROWING]
+FORMS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "modern": {"norm": "pre", "positions": "rotary", "activation": "gelu", "cutoffs": ()},
+}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("paper", {"do_sample": False}),
+    "sampling": ("modern", {"do_sample": True, "top_k": 8, "num_return_sequences": 2}),
+    "beams": ("modern", {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}),
+}
+NEW = 5
+# Cached and uncached logits are float32 sums in another order; those of different tokens here differ by much more.
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    """Two prompts, the first shorter and padded on the left."""
+    tokens = torch.randint(1, 20, (2, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return tokens * mask, mask
+
+
+def generate(model: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    mask = torch.ones_like(tokens) if mask is None else mask
+    # Small models repeat one token for ever, which would hide a wrong step: no token comes twice.
+    given: dict[str, Any] = {
+        "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False, "no_repeat_ngram_size": 1, "suppress_tokens": [0],
+    }  # fmt: skip
+    return model.generate(tokens, attention_mask=mask, **(given | options))
+
+
+@every_kind
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cache_changes_nothing(kind: str, way: str) -> None:
+    form, options = WAYS[way]
+    model, (tokens, mask) = make("language", kind, **FORMS[form]), prompts()
+    expected = generate(model, tokens, mask, use_cache=False, **options)
+    assert expected.shape[1] == tokens.shape[1] + NEW
+    assert torch.equal(generate(model, tokens, mask, **options), expected)
+
+
+@every_kind
+def test_padding_on_the_left_changes_nothing(kind: str) -> None:
+    model, (tokens, mask) = make("language", kind), prompts()
+    together = generate(model, tokens, mask)
+    assert torch.equal(together[:1, 6:], generate(model, tokens[:1, 3:])[:, 3:])
+    assert torch.equal(together[1:], generate(model, tokens[1:]))
+
+
+@every_kind
+def test_tokens_several_at_a_time(kind: str) -> None:
+    """A prompt in parts, then a conversation that goes on with the cache it got."""
+    model, tokens = make("language", kind), prompts()[0][1:]
+    with torch.no_grad():
+        expected = model(tokens).logits
+        first = model(tokens[:, :2], use_cache=True)
+        second = model(tokens[:, 2:5], past_key_values=first.past_key_values)
+        third = model(tokens[:, 5:], past_key_values=second.past_key_values, logits_to_keep=1)
+    torch.testing.assert_close(torch.cat((first.logits, second.logits, third.logits), 1), expected, **CLOSE)
+    cache = DynamicCache()
+    half = generate(model, tokens, past_key_values=cache, max_new_tokens=3)
+    whole = generate(model, half, past_key_values=cache, max_new_tokens=NEW - 3)
+    assert torch.equal(whole, generate(model, tokens))
+
+
+@every_kind
+def test_static_room_is_reserved_at_once(kind: str) -> None:
+    model, (tokens, mask) = make("language", kind), prompts()
+    found = generate(model, tokens, mask, cache_implementation="static", return_dict_in_generate=True)
+    assert torch.equal(found.sequences, generate(model, tokens, mask))
+    for layer in found.past_key_values.layers:
+        if kind in GROWING:
+            assert layer.inner._key.shape[-2] == tokens.shape[1] + NEW - 1
+
+
+@pytest.mark.parametrize("kind", GROWING)
+@pytest.mark.parametrize("assistant", ["model", "prompt"])
+def test_assisted_decoding_changes_nothing(kind: str, assistant: str) -> None:
+    model, tokens = make("language", kind), prompts()[0][1:]
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+    if assistant == "model":
+        options = {"assistant_model": make("language", "smgk", layers=1)}
+    assert torch.equal(generate(model, tokens, **options), generate(model, tokens))
+
+
+@pytest.mark.parametrize("kind", CONSTANT)
+def test_the_linear_family_decodes_in_constant_memory(kind: str) -> None:
+    model, tokens = make("language", kind), prompts()[0][1:]
+    found = {n: generate(model, tokens, max_new_tokens=n, return_dict_in_generate=True) for n in (1, 12)}
+    short, long = (found[n].past_key_values for n in (1, 12))
+    assert short.bytes == long.bytes > 0
+    assert long.get_seq_length() == tokens.shape[1] + 11
+    with pytest.raises(ValueError, match="cannot go back"):
+        generate(model, tokens, prompt_lookup_num_tokens=3)
+
+
+def test_half_the_heads_of_smgk_keep_half_the_cache() -> None:
+    """With one key per position, whatever the number of components."""
+    tokens = prompts()[0][1:]
+    sizes = [
+        generate(make("language", kind, heads=heads), tokens, return_dict_in_generate=True).past_key_values.bytes
+        for kind, heads in (("softmax", 4), ("smgk", 2))
+    ]
+    assert sizes[0] == 2 * sizes[1]
+
+
+def test_a_cache_that_does_not_fit_is_an_error() -> None:
+    model, tokens = make("language"), prompts()[0]
+    filled = DynamicCache()
+    filled.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
+    static = StaticCache(config=model.config, max_cache_len=20)
+    for cache in (filled, static, "cache"):
+        with pytest.raises(TypeError, match="past_key_values: expected an MGKCache or an empty DynamicCache"):
+            model(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match="cache_implementation: expected 'dynamic' or 'static'"):
+        generate(model, tokens, cache_implementation="offloaded")
+
+
+def test_a_cache_can_be_cropped_repeated_chosen_from_and_emptied() -> None:
+    model, tokens = make("language", "mgk"), prompts()[0]
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        assert isinstance(cache, MGKCache)
+        assert cache.get_seq_length() == 6
+        cache.crop(-2)
+        again = model(tokens[:, 4:], past_key_values=cache).logits
+        torch.testing.assert_close(again, model(tokens).logits[:, 4:], **CLOSE)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        cache.crop(-1)
+        swapped = model(tokens[[1, 0], 5:], past_key_values=cache).logits
+        torch.testing.assert_close(swapped[[1, 0]], again[:, 1:], **CLOSE)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        torch.testing.assert_close(model(tokens, past_key_values=cache).logits, model(tokens).logits, **CLOSE)
+        with pytest.raises(ValueError, match="crop: expected 0 to -6, got -7"):
+            cache.crop(-7)

@@ -1,0 +1,205 @@
+"""The models of `mgk.models` behind the interface of Transformers: the same function, saved, loaded and trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from mgk.hf import MGKConfig, MGKForCausalLM, MGKForSequenceClassification, MGKModel
+from mgk.models import build
+from mgk.nn.output import IGNORE
+from mgk.train.config import MODELS
+from tests.hf.common import CLASSES, config, inputs, make
+
+AUTO = {
+    "classifier": transformers.AutoModelForSequenceClassification,
+    "matcher": transformers.AutoModelForNextSentencePrediction,
+    "language": transformers.AutoModelForCausalLM,
+    "vision": transformers.AutoModelForImageClassification,
+}
+every_model = pytest.mark.parametrize("model", MODELS)
+
+
+@every_model
+def test_the_function_is_that_of_mgk_models(model: str) -> None:
+    wrapped, batch = make(model), inputs(model)
+    plain = build(wrapped.config.to_model()).eval()
+    plain.load_state_dict(wrapped.mgk.state_dict())
+    first = batch["pixel_values"] if model == "vision" else batch["input_ids"]
+    mask = (batch["attention_mask"].bool(),) if "attention_mask" in batch else ()
+    found = wrapped(**batch)
+    torch.testing.assert_close(found.logits, plain(first, *mask), rtol=0, atol=0)
+    if model == "language":
+        target = torch.cat((first[:, 1:], torch.full((2, 1), IGNORE)), 1)
+        expected = plain.loss({"tokens": first, "target": target})["loss"]
+    else:
+        expected = torch.nn.functional.cross_entropy(found.logits, batch["labels"])
+    torch.testing.assert_close(found.loss, expected)
+
+
+@every_model
+@pytest.mark.parametrize("kind", ["softmax", "linear", "mgk-variance", "smgk-positions", "mlk", "smlk-favor"])
+def test_saved_in_shards_and_loaded_by_auto_class(model: str, kind: str, tmp_path: Path) -> None:
+    made, batch = make(model, kind), inputs(model)
+    made.save_pretrained(tmp_path, max_shard_size="2KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded = AUTO[model].from_pretrained(tmp_path)
+    assert type(loaded) is CLASSES[model]
+    before, after = made(**batch), loaded(**batch)
+    assert torch.equal(before.logits, after.logits)
+    assert torch.equal(before.loss, after.loss)  # an adaptive softmax has a buffer that no file holds
+
+
+@every_model
+def test_embeddings_of_a_saved_model(model: str, tmp_path: Path) -> None:
+    """The base model reads the file of any task, and its last hidden state is what the head reads."""
+    made = make(model)
+    made.save_pretrained(tmp_path)
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert isinstance(base, MGKModel)
+    batch = {name: value for name, value in inputs(model).items() if name != "labels"}
+    if model == "matcher":
+        batch = {name: value[:, 0] for name, value in batch.items()}
+    found = base(**batch, output_hidden_states=True)
+    hidden, pooled = found.last_hidden_state, found.pooler_output
+    assert len(found.hidden_states) == made.config.layers + 1
+    if model == "language":
+        torch.testing.assert_close(made.mgk.output(hidden, made.mgk.encoder.tokens.weight), made(**batch).logits)
+    elif model == "matcher":
+        torch.testing.assert_close(pooled, made.mgk.pooled(batch["input_ids"], batch["attention_mask"].bool()))
+    else:
+        torch.testing.assert_close(made.mgk.classifier(pooled), made(**batch).logits)
+    if model == "vision":
+        torch.testing.assert_close(pooled, hidden.mean(1))
+
+
+def test_a_new_model_has_the_initial_values_of_mgk_models() -> None:
+    settings = config("language", norm="pre")
+    torch.manual_seed(3)
+    expected = build(settings.to_model()).state_dict()
+    torch.manual_seed(3)
+    found = MGKForCausalLM(settings).mgk.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_missing_head_has_initial_values_too(tmp_path: Path) -> None:
+    MGKModel(config("classifier")).save_pretrained(tmp_path)
+    settings = config("classifier")
+    torch.manual_seed(3)
+    whole: Any = build(settings.to_model())
+    fresh = whole.classifier.state_dict()
+    torch.manual_seed(3)
+    found = MGKForSequenceClassification.from_pretrained(tmp_path).mgk.classifier.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in fresh.items())
+
+
+@every_model
+@pytest.mark.parametrize("kind", ["smgk-em", "smlk"])
+def test_gradient_checkpointing_changes_no_gradient(model: str, kind: str) -> None:
+    made, batch = make(model, kind).train(), inputs(model)
+    prior = {name: buffer.clone() for name, buffer in made.named_buffers()}
+    gradients: list[dict[str, Tensor]] = []
+    for enable in (False, True):
+        with torch.no_grad():
+            for name, buffer in made.named_buffers():
+                buffer.copy_(prior[name])  # an M-step moved it
+        made.zero_grad()
+        if enable:
+            made.gradient_checkpointing_enable()
+        assert made.is_gradient_checkpointing is enable
+        assert made.mgk.get_submodule("stack" if model == "vision" else "encoder.stack").recompute is enable
+        made(**batch).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_training_never_makes_all_logits_and_counts_what_it_is_told() -> None:
+    made, batch = make("language").train(), inputs("language")
+    found = made(**batch)
+    assert found.logits is None
+    targets = batch["labels"][:, 1:].numel()
+    torch.testing.assert_close(made(**batch, num_items_in_batch=2 * targets).loss, found.loss / 2)
+    ignored = batch["labels"].clone()
+    ignored[0] = IGNORE
+    torch.testing.assert_close(
+        made(input_ids=batch["input_ids"], labels=ignored).loss,
+        made(input_ids=batch["input_ids"][1:], labels=batch["labels"][1:]).loss,
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [("regression", torch.rand(2, 3)), ("multi_label_classification", torch.ones(2, 3))],
+)
+def test_other_losses_of_a_classifier(problem: Any, labels: Tensor) -> None:
+    made, batch = make("classifier"), inputs("classifier")
+    made.config.problem_type = problem
+    logits = made(**batch | {"labels": None}).logits
+    functions: dict[str, Any] = {
+        "regression": torch.nn.functional.mse_loss,
+        "multi_label_classification": torch.nn.functional.binary_cross_entropy_with_logits,
+    }
+    torch.testing.assert_close(made(**batch | {"labels": labels}).loss, functions[problem](logits, labels))
+
+
+def test_embeddings_can_be_resized() -> None:
+    made = make("language", cutoffs=())
+    tokens = inputs("language")["input_ids"]
+    before = made(tokens).logits
+    made.resize_token_embeddings(23)
+    assert made.config.vocabulary == 23
+    after = made(tokens).logits
+    assert after.shape[-1] == 23
+    torch.testing.assert_close(after[..., :20], before)
+    assert made(tokens, labels=tokens).loss.isfinite()
+    with pytest.raises(ValueError, match="plain softmax"):
+        make("language").resize_token_embeddings(23)
+
+
+def test_a_wrong_call_is_an_error() -> None:
+    made, tokens = make("language"), inputs("language")["input_ids"]
+    with pytest.raises(TypeError, match="temprature: no such argument"):
+        made(tokens, temprature=1)
+    with pytest.raises(ValueError, match="output_attentions"):
+        made(tokens, output_attentions=True)
+    with pytest.raises(ValueError, match="labels: expected None with a cache"):
+        made(tokens, labels=tokens, use_cache=True)
+    with pytest.raises(ValueError, match=r"config\.kind: expected language for MGKForCausalLM, got vision"):
+        MGKForCausalLM(MGKConfig(kind="vision"))
+
+
+def test_damaged_weights_are_one_clear_error(tmp_path: Path) -> None:
+    make("classifier").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(OSError, match="damaged weights"):
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_loading_runs_no_code(tmp_path: Path) -> None:
+    """A pickle is not even opened, and code named in the configuration is not run."""
+    make("classifier").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        MGKForSequenceClassification.from_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
+    told = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": {"AutoModel": "evil.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    (tmp_path / "evil.py").write_text("raise SystemExit('run')")
+    MGKForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
+    make("classifier").save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text()) | {"width": 16}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(RuntimeError, match="mismatch"):
+        MGKForSequenceClassification.from_pretrained(tmp_path)
