@@ -17,8 +17,8 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2LMHeadModel
 
 import mgk.data
-from mgk.hf import hf_to_run, run_to_hf
 from mgk.cli_hf import convert, generate
+from mgk.hf import hf_to_run, run_to_hf
 from mgk.hf.tokenizer import byte_tokenizer, tokenizer_of
 from mgk.train import evaluate, load_model, train
 from mgk.train.config import replace
@@ -72,6 +72,15 @@ def test_a_run_goes_on_after_the_way_back(tmp_path: Path) -> None:
     (back / "result.json").unlink()
     train(settings, back, resume=True, **options)
     assert filecmp.cmp(tmp_path / "whole/last/model.safetensors", back / "last/model.safetensors", shallow=False)
+
+
+def test_a_run_that_came_back_without_its_state_says_so(tmp_path: Path) -> None:
+    settings = replace(small("lra-text", tmp_path / "data"), **SHORT)
+    train(settings, tmp_path / "run", data_root=tmp_path / "data")
+    back = hf_to_run(run_to_hf(tmp_path / "run", tmp_path / "hf"), tmp_path / "back")
+    (back / "result.json").unlink()
+    with pytest.raises(ValueError, match=r"without the optimiser's state.*mgk convert --state"):
+        train(settings, back, resume=True, data_root=tmp_path / "data")
 
 
 def test_transformers_reads_text_as_the_run_did(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -165,8 +165,8 @@ class Progressed:
             return cls()
         if "progress" not in found.state:
             raise checkpoint.CheckpointError(
-                f"{run.folder}: these weights came without the optimiser's state, so the run cannot go on; convert them "
-                "again with mgk convert --state, or train in another --out"
+                f"{run.folder}: these weights came without the optimiser's state, so the run cannot go on: convert "
+                "them again with mgk convert --state, or train in another --out"
             )
         learner.load(found.weights, found.state)
         return cls(**found.state["progress"])
