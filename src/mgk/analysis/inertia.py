@@ -5,7 +5,8 @@ Sylvester's law of inertia A^T A - tol^2 I = L D L^T has as many positive eigenv
 factorisation, a fifth of the work of an SVD. Squares lose digits, so three things keep the count that of the SVD:
 
 - Rows of attention add up to 1, so the constant vector takes most of the largest singular value. It is split off
-  first, and the rest is computed to the rounding of the rest.
+  first, and the rest is computed to the rounding of the rest. Its columns are then divided by their lengths, which
+  changes no sign: light columns are computed to their own rounding.
 - The eigenvalue nearest to 0 is found by inverse iteration. If rounding could have moved it across, the count is taken
   again from [[tol I, A^T], [A, tol I]], whose eigenvalues are tol +- sigma: twice the size, and no squares.
 - If that is not certain either, a singular value is tol to all digits but a few, and the SVD decides.
@@ -70,11 +71,13 @@ def count_by_squares(matrix: Float[Tensor, "n k"], tol: float) -> int | None:
     if matrix.shape[1] < 2:
         return None
     column, rest = _split_off_constant(matrix)
+    lengths = torch.linalg.vector_norm(rest, dim=0).clamp_min(tol)
+    rest /= lengths  # inertia stays, and a key that everybody looks at no longer drowns the others in its rounding
     pivot, cross = column @ column, rest.mT @ column
     if not pivot > 4 * tol**2:
         return None
     gram = _lower_gram(rest)
-    gram.diagonal().sub_(tol**2)
+    gram.diagonal().sub_((tol / lengths).square())
     size = _norm_bound(gram.abs())
     gram.addr_(cross, cross, alpha=-1 / float(pivot - tol**2))  # the Schur complement; it is no larger than the rest
     positive, nearest = _inertia(gram)
