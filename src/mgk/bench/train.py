@@ -7,7 +7,7 @@ and dropout. Needs nothing but torch, Triton and Fabric.
 `milliseconds` is the wall time of a step in the real loop: batches come through the workers, and the host waits for the
 device once, at the end. `device_milliseconds` is the time of the same graphs replayed back to back by the device's own
 clock, with nothing else to do. Their ratio is the share of the time that the GPU is busy. The data is random bytes, all
-inputs of full length; with `--data imdb` it is the prepared set, bucketed by length.
+inputs of full length and nothing masked; with `--data imdb` it is the prepared set, bucketed by length.
 
 B batch, H heads, M components, N positions, D width of a head, E width of the model.
 """
@@ -85,6 +85,13 @@ def make_dense(model: nn.Module) -> None:
                 setattr(module, name, DenseMixture(child))
 
 
+class Whole(Batches):
+    """Batches of examples of full length, without the mask that would say so: SDPA's flash kernel takes none."""
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in super().__getitem__(step).items() if name != "mask"}
+
+
 class Case:
     """Settings and data of one measurement."""
 
@@ -107,7 +114,7 @@ class Case:
             tokens = random.integers(0, 256, count * length, dtype=np.uint8)
             offsets = np.arange(count + 1) * length
             examples = Sequences(tokens, offsets, shift=1, labels=random.integers(0, 2, count))
-            self.batches = Batches(examples, batch, max_length=length)
+            self.batches = Whole(examples, batch, max_length=length)
         else:
             self.batches = Source(self.config, data_root).batches
 
