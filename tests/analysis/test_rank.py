@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mgk
 from mgk.analysis import rank, ranks
-from mgk.analysis.inertia import count_by_squares, count_without_squares
+from mgk.analysis.inertia import count_by_few_columns, count_by_squares, count_without_squares
 
 
 def attention(size: int, spread: float, causal: bool = False) -> Tensor:
@@ -42,6 +42,18 @@ def test_a_threshold_next_to_a_singular_value() -> None:
             for side in (1, -1):
                 tol = float(values[index]) * (1 + side * distance)
                 assert rank(matrix, tol) == index + (side < 0), (index, distance, side)
+
+
+def test_where_few_keys_have_all_the_weight_their_columns_decide() -> None:
+    """As the SVD of all, unless the threshold is as near to a singular value as what was left out is large."""
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 1, 96, 16), 9 * torch.randn(1, 1, 1, 96, 16)
+    matrix = mgk.attention_weights(query, key)[0, 0].double()
+    values = torch.linalg.svdvals(matrix)
+    assert count_by_few_columns(matrix, 1e-6) == by_numpy(matrix)
+    assert count_by_few_columns(matrix, float(values[3])) is None
+    assert rank(matrix, float(values[3]) * (1 + 1e-9)) == 3
+    assert count_by_few_columns(attention(96, 0.3).double(), 1e-6) is None  # every key has some
 
 
 @pytest.mark.parametrize("count", [count_by_squares, count_without_squares])
