@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mgk.ops.triton import mixture, shifted
+from mgk.ops.triton import mixture, primitives, shifted
 from mgk.ops.triton.bias import key_bias, narrow, shifted_bias, spans
 from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
 from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
@@ -152,8 +152,8 @@ def launch(choice: Tile) -> dict[str, int]:
 
 
 # A launch: the road, the heads it is for, and whether it fixes the row maximum beforehand; see shifted.py.
-LIGHT, SAFE, HARD = 0, 1, 2
-EVERY, NEAR, FAR = 0, 1, 2
+LIGHT, SAFE, HARD = (road.value for road in (shifted.LIGHT, shifted.SAFE, shifted.HARD))
+EVERY, NEAR, FAR = (heads.value for heads in (primitives.EVERY, primitives.NEAR, primitives.FAR))
 FEW = 264
 CACHE_BYTES = 48 * 2**20
 

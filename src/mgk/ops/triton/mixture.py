@@ -116,11 +116,11 @@ def forward_step(
 @triton.jit
 def forward_block(
     i_m, i_bh, Q, K, V, LW, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED, inverse_variance, threshold,
-    inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries,
-    num_keys, padded_queries, padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, HARD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, VARIANCES: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
+    padded_queries, padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
+    HARD: tl.constexpr, FIXED: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+    SPANS: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
@@ -181,9 +181,9 @@ def forward_kernel(
                 if is_far(FAR_HEADS, i_bh):
                     forward_block(
                         i_m, i_bh, Q, K, V, LW, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED, inverse_variance,
-                        threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son,
-                        BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, HARD,
-                        HEADS, FIXED, VARIANCES, CAUSAL, EVEN, SPANS, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                        threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, H,
+                        num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, HARD, FIXED, VARIANCES,
+                        CAUSAL, EVEN, SPANS, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
@@ -191,9 +191,9 @@ def forward_kernel(
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             forward_block(
                 i_m, i_bh, Q, K, V, LW, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED, inverse_variance,
-                threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, BATCHES,
-                section, H, num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, HARD, HEADS, FIXED,
-                VARIANCES, CAUSAL, EVEN, SPANS, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, H,
+                num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, HARD, FIXED, VARIANCES, CAUSAL,
+                EVEN, SPANS, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
 
 

@@ -156,11 +156,10 @@ def forward_step(
 @triton.jit
 def forward_block(
     i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh,
-    sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys, padded_queries,
-    padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
-    ROAD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-    SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
+    FIXED: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
+    MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
@@ -226,9 +225,9 @@ def forward_kernel(
                 if is_far(FAR_HEADS, i_bh):
                     forward_block(
                         i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
-                        inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H,
-                        num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, HEADS, FIXED,
-                        CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                        inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries,
+                        num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, CAUSAL, EVEN, SPANS,
+                        KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
@@ -236,9 +235,9 @@ def forward_kernel(
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             forward_block(
                 i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
-                sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys,
-                padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, HEADS, FIXED, CAUSAL, EVEN, SPANS, KEY_MASK,
-                MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries,
+                padded_keys, D, DV, BD, BV, M, ROAD, FIXED, CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT,
+                PRECISION, BM, BN,
             )  # fmt: skip
 
 
@@ -300,12 +299,12 @@ def query_step(
 
 @triton.jit
 def query_block(
-    i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, DELTA, DQ, PART,
-    scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb,
-    sgh, sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
-    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, DELTA, DQ, PART, scale,
+    threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh,
+    sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, and each query block's share of dshift."""
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
@@ -386,22 +385,21 @@ def query_kernel(
                 i_m = blocks - 1 - i_block
                 if is_far(FAR_HEADS, i_bh):
                     query_block(
-                        i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO,
-                        DELTA, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn,
-                        svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries,
-                        num_keys, padded_queries, padded_keys, parts, D, DV, BD, BV, M, ROAD, HEADS, NARROW, CAUSAL,
-                        EVEN, SPANS, KEY_MASK, DROPOUT, PRECISION, BM, BN,
+                        i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, DELTA, DQ,
+                        PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh,
+                        svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries,
+                        padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
+                        PRECISION, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_m = blocks - 1 - i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             query_block(
-                i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, DELTA,
-                DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
-                sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries, num_keys, padded_queries,
-                padded_keys, parts, D, DV, BD, BV, M, ROAD, HEADS, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
-                PRECISION, BM, BN,
+                i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, DELTA, DQ, PART,
+                scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh,
+                son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D, DV,
+                BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
 
 
@@ -475,13 +473,12 @@ def key_step(
 
 @triton.jit
 def key_block(
-    i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, DELTA, DK, DV_, DLW,
-    PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn,
-    sdb, sdh, sdn, seb, seh, sen, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts,
-    parts, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
-    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, scale,
+    threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh,
+    sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dshift and dlog_prior."""
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
@@ -574,20 +571,20 @@ def key_kernel(
                 i_n = i_block
                 if is_far(FAR_HEADS, i_bh):
                     key_block(
-                        i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO,
-                        DELTA, DK, DV_, DLW, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb,
-                        skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, BATCHES, section, H,
-                        num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD,
-                        HEADS, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, POSITIONS, PRECISION, BM, BN,
+                        i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, SPAN, SEED, DO, DELTA, DK, DV_,
+                        DLW, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb,
+                        svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries,
+                        padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK,
+                        DROPOUT, POSITIONS, PRECISION, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_n = i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             key_block(
-                i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, DELTA, DK,
-                DV_, DLW, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb,
-                svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, BATCHES, section, H, num_queries, num_keys,
-                padded_queries, padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD, HEADS, NARROW, CAUSAL, EVEN,
-                SPANS, KEY_MASK, DROPOUT, POSITIONS, PRECISION, BM, BN,
+                i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, SPAN, SEED, DO, DELTA, DK, DV_, DLW,
+                PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
+                sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys,
+                query_parts, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, POSITIONS,
+                PRECISION, BM, BN,
             )  # fmt: skip
