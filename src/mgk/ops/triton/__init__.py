@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -19,6 +18,7 @@ from mgk.ops.triton import mixture, primitives, shifted
 from mgk.ops.triton.bias import key_bias, narrow, shifted_bias, spans
 from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
 from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
+from mgk.ops.triton.launch import launch
 from mgk.ops.triton.prior import prior_statistics
 from mgk.ops.triton.tiles import Tile, choose
 
@@ -135,7 +135,7 @@ def tile(family: str, kernel: str, query: Tensor, value: Tensor, components: int
 
 def padded(length: int) -> int:
     """Vectors along the queries or keys are padded to whole tiles of any size in use."""
-    return triton.cdiv(length, PAD) * PAD
+    return -(-length // PAD) * PAD
 
 
 def common(query: Tensor, key: Tensor, value: Tensor, components: int) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def common(query: Tensor, key: Tensor, value: Tensor, components: int) -> dict[s
     }  # fmt: skip
 
 
-def launch(choice: Tile) -> dict[str, int]:
-    options = {"BM": choice.queries, "BN": choice.keys, "num_warps": choice.warps, "num_stages": choice.stages}
-    return options if choice.registers is None else options | {"maxnreg": choice.registers}
+def options(choice: Tile) -> dict[str, int]:
+    result = {"BM": choice.queries, "BN": choice.keys, "num_warps": choice.warps, "num_stages": choice.stages}
+    return result if choice.registers is None else result | {"maxnreg": choice.registers}
 
 
 # A launch: the road, the heads it is for, and whether it fixes the row maximum beforehand; see shifted.py.
@@ -160,22 +160,21 @@ CACHE_BYTES = 48 * 2**20
 
 def forward_launches(hard: bool, query: Tensor) -> list[dict[str, Any]]:
     """float16 has too few exponents for a maximum that is fixed beforehand."""
-    fixed = query.dtype != torch.float16
+    fixed, narrow = query.dtype != torch.float16, query.dtype == torch.bfloat16
     if hard and not fixed:
-        return [{"ROAD": HARD, "HEADS": EVERY, "FIXED": False}]
+        return [{"ROAD": HARD, "HEADS": EVERY, "FIXED": False, "NARROW": False, "BEST": False}]
     return [
-        {"ROAD": HARD if hard else LIGHT, "HEADS": NEAR, "FIXED": fixed},
-        {"ROAD": HARD if hard else SAFE, "HEADS": FAR, "FIXED": False},
-    ]
+        {"ROAD": LIGHT if narrow or not hard else HARD, "HEADS": NEAR, "FIXED": fixed, "NARROW": narrow,
+         "BEST": hard and narrow},
+        {"ROAD": HARD if hard else SAFE, "HEADS": FAR, "FIXED": False, "NARROW": False, "BEST": False},
+    ]  # fmt: skip
 
 
 def backward_launches(hard: bool, query: Tensor) -> list[dict[str, Any]]:
+    narrow = query.dtype == torch.bfloat16
     if hard:
-        return [{"ROAD": HARD, "HEADS": EVERY, "NARROW": False}]
-    return [
-        {"ROAD": LIGHT, "HEADS": NEAR, "NARROW": query.dtype == torch.bfloat16},
-        {"ROAD": SAFE, "HEADS": FAR, "NARROW": False},
-    ]
+        return [{"ROAD": HARD, "HEADS": EVERY, "NARROW": narrow}]
+    return [{"ROAD": LIGHT, "HEADS": NEAR, "NARROW": narrow}, {"ROAD": SAFE, "HEADS": FAR, "NARROW": False}]
 
 
 def programs(blocks: int, how: dict[str, Any]) -> tuple[int]:
@@ -185,8 +184,10 @@ def programs(blocks: int, how: dict[str, Any]) -> tuple[int]:
 
 def section(key: Tensor, value: Tensor, causal: bool) -> int:
     """How many heads are worked on at once: one, or where rows differ in length as many as half the cache holds."""
-    per_head = key[0, 0].numel() * key.element_size() + value[0, 0].numel() * value.element_size()
-    return max(1, CACHE_BYTES // 2 // max(1, per_head)) if causal else 1
+    if not causal:
+        return 1
+    per_head = (math.prod(key.shape[2:]) + math.prod(value.shape[2:])) * key.element_size()
+    return max(1, CACHE_BYTES // 2 // max(1, per_head))
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
@@ -202,23 +203,32 @@ def strides(*tensors: Tensor) -> list[int]:
 def shifted_forward(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
     query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output; what is known of the queries (G,1+2M,Nq') and the keys (G,1+2M,Nk'); the heads that reach far (G)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output; what is known of the queries (G,1+2M,Nq') and the keys (G,1+2M,Nk'), of which some in bfloat16 (G,M,Nk');
+    the heads that reach far (G).
+    """
     (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
     choice = tile("shifted", "forward", query, value, components)
-    output, rows, keys, far = shifted_results(query, key, shift, value)
+    output, rows, keys, narrow_keys, far = shifted_results(query, key, shift, value)
     if output.numel():
-        shifted_bias(keys, rows, far, query, key, shift, None if hard else log_prior, 1 / variance, key_mask, hard)
+        shifted_bias(
+            keys, narrow_keys, rows, far, query, key, shift, None if hard else log_prior, 1 / variance, key_mask, hard
+        )
         masks = spans(query_mask, key_mask, num_queries, num_keys)
+        arguments = (
+            query, key, value, keys, narrow_keys, output, rows, far, masks, as_bytes(query_mask), seed,
+            LOG2E / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output), batch,
+            section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
+        )  # fmt: skip
+        settings = {
+            **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
+            "KEY_MASK": key_mask is not None, "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0,
+            **options(choice),
+        }  # fmt: skip
+        blocks = rows.shape[-1] // choice.queries * batch * heads
         for how in forward_launches(hard, query):
-            shifted.forward_kernel[programs(rows.shape[-1] // choice.queries * batch * heads, how)](
-                query, key, value, keys, output, rows, far, masks, as_bytes(query_mask), seed, LOG2E / variance,
-                *dropout_numbers(dropout_p), *strides(query, key, value, output), batch, section(key, value, causal),
-                heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], **common(query, key, value, components),
-                **how, CAUSAL=causal, SPANS=masks is not None, KEY_MASK=key_mask is not None,
-                MASK_QUERIES=query_mask is not None, DROPOUT=dropout_p > 0, **launch(choice),
-            )  # fmt: skip
-    return output, rows, keys, far
+            launch(shifted.forward_kernel, programs(blocks, how), *arguments, **settings, **how)
+    return output, rows, keys, narrow_keys, far
 
 
 def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -227,7 +237,9 @@ def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) ->
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     return (
         like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, known, queries),
-        empty(batch * heads, known, keys), torch.zeros(batch * heads, device=query.device),
+        empty(batch * heads, known, keys),
+        empty(*(batch * heads, shift.shape[1], keys) if query.dtype == torch.bfloat16 else (0,), dtype=torch.bfloat16),
+        torch.zeros(batch * heads, device=query.device),
     )  # fmt: skip
 
 
@@ -235,7 +247,7 @@ def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) ->
 def shifted_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
-    keys: Tensor, far: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
+    keys: Tensor, narrow_keys: Tensor, far: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value; (H,M,BD+1), those of shift and, last, of the prior of a head; and those of a
     prior per position (B,H,M,Nk), empty where there is none.
@@ -245,7 +257,7 @@ def shifted_backward(
     on_keys = tile("shifted", "key", query, value, components)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     parts, positions = query_blocks + key_blocks, log_prior is not None and log_prior.dim() == 3 and not hard
-    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
+    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     delta = empty(rows.shape[0], rows.shape[-1])
     part = empty(batch, heads, parts, components, block_width(width) + 1)
@@ -257,20 +269,23 @@ def shifted_backward(
     }  # fmt: skip
     numbers = LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance
     sizes = batch, section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
-    narrow_keys, narrow_rows = [None, None], [None, None]
-    if batch * heads and not hard and query.dtype == torch.bfloat16:
-        narrow_keys, narrow_rows = narrow(keys, rows, components, shifted.COLUMNS.value)
+    key_columns: Tensor | None = None
+    narrow_rows: tuple[Tensor | None, ...] = (None, None)
+    if not hard and narrow_keys.numel():
+        key_columns, *narrow_rows = narrow(narrow_keys, rows, primitives.COLUMNS.value)
     for how in backward_launches(hard, query) if batch * heads * query_blocks else ():
-        shifted.query_kernel[programs(batch * heads * query_blocks, how)](
-            query, key, shift, value, keys, *narrow_keys, output, rows, far, masks, seed, grad, delta, grads[0], part,
-            *numbers, *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, **how,
-            **launch(on_queries),
+        launch(
+            shifted.query_kernel, programs(batch * heads * query_blocks, how), query, key, shift, value, keys,
+            narrow_keys, key_columns, output, rows, far, masks, seed, grad, delta, grads[0], part, *numbers,
+            *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, **how,
+            **options(on_queries),
         )  # fmt: skip
     for how in backward_launches(hard, query) if batch * heads * key_blocks else ():
-        shifted.key_kernel[programs(batch * heads * key_blocks, how)](
-            query, key, shift, value, keys, rows, *narrow_rows, far, masks, seed, grad, delta, grads[1], grads[2],
-            grad_bias, part, *numbers, *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks,
-            parts, **settings, **how, POSITIONS=positions, **launch(on_keys),
+        launch(
+            shifted.key_kernel, programs(batch * heads * key_blocks, how), query, key, shift, value, keys, rows,
+            *narrow_rows, far, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part, *numbers,
+            *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks, parts, **settings, **how,
+            POSITIONS=positions, **options(on_keys),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
 
@@ -280,33 +295,44 @@ def mixture_forward(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool,
     dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, row sums (G,Nq') and key biases (G,M,Nk')."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output; row sums (G,Nq'); key biases (G,M,Nk'), and as factors in bfloat16; the heads that reach far (G)."""
     (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
     choice = tile("mixture", "forward", query, value, components)
-    output, rows, keys = mixture_results(query, key, value)
+    output, rows, keys, narrow_keys, far = mixture_results(query, key, value, per_component, hard)
     if output.numel():
-        far, masks = rows.new_zeros(batch * heads), spans(query_mask, key_mask, num_queries, num_keys)
-        key_bias(keys, key, None if hard else log_prior, per_component, 1 / variance, key_mask)
+        masks = spans(query_mask, key_mask, num_queries, num_keys)
+        key_bias(keys, narrow_keys, far, key, None if hard else log_prior, per_component, 1 / variance, key_mask)
         fixed = per_component is None and query.dtype != torch.float16
-        for how in ({"HEADS": NEAR, "FIXED": True}, {"HEADS": FAR if fixed else EVERY, "FIXED": False})[not fixed :]:
-            mixture.forward_kernel[programs(rows.shape[-1] // choice.queries * batch * heads, how)](
-                query, key, value, keys, per_component, output, rows, far, masks, as_bytes(query_mask), seed,
-                1 / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output), batch,
-                section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
-                **common(query, key, value, components), **how, HARD=hard, VARIANCES=per_component is not None,
-                CAUSAL=causal, SPANS=masks is not None, MASK_QUERIES=query_mask is not None,
-                DROPOUT=dropout_p > 0, **launch(choice),
-            )  # fmt: skip
-    return output, rows, keys
+        near = {"HEADS": NEAR, "FIXED": True, "NARROW": query.dtype == torch.bfloat16}
+        rest = {"HEADS": FAR if fixed else EVERY, "FIXED": False, "NARROW": False}
+        arguments = (
+            query, key, value, keys, narrow_keys, per_component, output, rows, far, masks, as_bytes(query_mask), seed,
+            1 / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output), batch,
+            section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
+        )  # fmt: skip
+        settings = {
+            **common(query, key, value, components), "HARD": hard, "VARIANCES": per_component is not None,
+            "CAUSAL": causal, "SPANS": masks is not None, "KEY_MASK": key_mask is not None,
+            "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0, **options(choice),
+        }  # fmt: skip
+        blocks = rows.shape[-1] // choice.queries * batch * heads
+        for how in (near, rest)[not fixed :]:
+            launch(mixture.forward_kernel, programs(blocks, how), *arguments, **settings, **how)
+    return output, rows, keys, narrow_keys, far
 
 
-def mixture_results(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mixture_results(
+    query: Tensor, key: Tensor, value: Tensor, per_component: Tensor | None, hard: bool
+) -> tuple[Tensor, ...]:
     (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
+    known, light = (batch * heads, components, padded(num_keys)), per_component is None and not hard
     return (
         like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, padded(num_queries)),
-        empty(batch * heads, components, padded(num_keys)),
+        empty(known),
+        empty(known if light and query.dtype == torch.bfloat16 else (0,), dtype=torch.bfloat16),
+        torch.zeros(batch * heads, device=query.device),
     )  # fmt: skip
 
 
@@ -314,7 +340,7 @@ def mixture_results(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 def mixture_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
-    keys: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
+    keys: Tensor, narrow_keys: Tensor, far: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value; (H,M,2), those of the prior and the variance of a head; and those of a prior
     per position (B,H,M,Nk), empty where there is none.
@@ -325,7 +351,7 @@ def mixture_backward(
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     varied, positions = per_component is not None, log_prior is not None and log_prior.dim() == 3 and not hard
     query_parts = query_blocks if varied else 0  # only then do queries contribute
-    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
+    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     delta = empty(rows.shape)
     part = empty(batch, heads, query_parts + key_blocks, components, 2)
@@ -333,21 +359,26 @@ def mixture_backward(
     masks = spans(query_mask, key_mask, num_queries, num_keys)
     settings = {
         **common(query, key, value, components), "HARD": hard, "VARIANCES": varied, "CAUSAL": causal,
-        "SPANS": masks is not None, "DROPOUT": dropout_p > 0,
+        "SPANS": masks is not None, "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0,
     }  # fmt: skip
+    launches = [{"HEADS": EVERY, "NARROW": hard and query.dtype == torch.bfloat16 and not varied}]
+    if narrow_keys.numel():
+        launches = [{"HEADS": NEAR, "NARROW": True}, {"HEADS": FAR, "NARROW": False}]
     numbers = 1 / variance, *dropout_numbers(dropout_p)
     sizes = batch, section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
-    if batch * heads * query_blocks:
-        mixture.query_kernel[(batch * heads * query_blocks,)](
-            query, key, value, keys, per_component, output, rows, masks, seed, grad, delta, grads[0], part, *numbers,
-            *strides(query, key, value, output, grad, grads[0]), *sizes, part.shape[2], **settings,
-            **launch(on_queries),
+    for how in launches if batch * heads * query_blocks else ():
+        launch(
+            mixture.query_kernel, programs(batch * heads * query_blocks, how), query, key, value, keys, narrow_keys,
+            per_component, output, rows, far, masks, seed, grad, delta, grads[0], part, *numbers,
+            *strides(query, key, value, output, grad, grads[0]), *sizes, part.shape[2], **settings, **how,
+            **options(on_queries),
         )  # fmt: skip
-    if batch * heads * key_blocks:
-        mixture.key_kernel[(batch * heads * key_blocks,)](
-            query, key, value, keys, per_component, rows, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part,
-            *numbers, *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_parts, part.shape[2],
-            **settings, POSITIONS=positions, **launch(on_keys),
+    for how in launches if batch * heads * key_blocks else ():
+        launch(
+            mixture.key_kernel, programs(batch * heads * key_blocks, how), query, key, value, keys, narrow_keys,
+            per_component, rows, far, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part, *numbers,
+            *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_parts, part.shape[2], **settings,
+            **how, POSITIONS=positions, **options(on_keys),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
 
@@ -358,14 +389,14 @@ def _(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, *_: Any) -> tupl
 
 
 @mixture_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return mixture_results(query, key, value)
+def _(query: Tensor, key: Tensor, value: Tensor, log_prior: Any, own: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    return mixture_results(query, key, value, own, rest[-3])
 
 
 def fake_grads(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, components: int, width: int, hard: bool
 ) -> tuple[Tensor, ...]:
-    grads = [like(tensor, *tensor.shape) for tensor in (query, key, value)]
+    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     positions = log_prior is not None and log_prior.dim() == 3 and not hard
     shape = (*query.shape[:2], components, key.shape[-2]) if positions else (0,)
     empty = partial(query.new_empty, dtype=torch.float32)
@@ -386,6 +417,7 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor
 
 def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, variance, hard, causal, dropout_p = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
     ctx.options = variance, hard, causal, dropout_p
     ctx.mark_non_differentiable(*output[1:])

@@ -7,12 +7,15 @@ is not walked over.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mgk.ops.triton.host import as_bytes, block_width
+from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile
 
 # The light road multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-LIGHT_KEYS and every rho between
@@ -51,11 +54,14 @@ def key_weights(
 
 @triton.jit
 def bias_kernel(
-    K, PRIOR, VARIANCE, MASK, KEYS, inverse_variance, skb, skh, skm, skn, H, num_keys, padded_keys, D: tl.constexpr,
-    BD: tl.constexpr, M: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr,
-    MASKED: tl.constexpr, BN: tl.constexpr,
+    K, PRIOR, VARIANCE, MASK, KEYS, NARROW_KEYS, FAR_HEADS, inverse_variance, skb, skh, skm, skn, H, num_keys,
+    padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
+    POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, NARROW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """KEYS (G, M, Nk') takes log_w, -inf where a key takes no part."""
+    """KEYS (G, M, Nk') takes log_w, -inf where a key takes no part; NARROW_KEYS (G, M, Nk') the w in bfloat16.
+
+    FAR_HEADS (G), zeros before, takes a 1 where a w reaches beyond what may be multiplied with exponentials.
+    """
     blocks = tl.cdiv(padded_keys, BN)
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_b, i_h, o_n = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_n * BN + tl.arange(0, BN)
@@ -69,15 +75,22 @@ def bias_kernel(
     for r in tl.static_range(M):
         p_keys = KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n
         tl.store(p_keys, tl.where(taken, log_w[r], NEVER), mask=o_n < padded_keys)
+        if NARROW:
+            w = tl.where(taken, tl.exp2(log_w[r]), 0.0).to(tl.bfloat16)
+            tl.store(NARROW_KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w, mask=o_n < padded_keys)
+            if tl.max(tl.where(taken, tl.maximum(log_w[r] - 4.0, -LIGHT_KEYS - log_w[r]), -1.0), 0) > 0:
+                tl.store(FAR_HEADS + i_bh, 1.0)
 
 
 @triton.jit
 def shifted_bias_kernel(
-    Q, K, SHIFT, PRIOR, MASK, KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh, skn, H,
-    num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
-    HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr, BN: tl.constexpr,
+    Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh,
+    skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+    HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
+    NARROW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, rho, log_u.
+    """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. NARROW_KEYS (G, M, Nk'): the w in bfloat16. ROWS
+    (G, 1+2M, Nq'): the bound, rho, log_u.
 
     FAR_HEADS (G), zeros before, takes a 1 where a head's numbers reach beyond what the light road can hold. `highest`
     is the largest exponent a factor may have.
@@ -106,10 +119,13 @@ def shifted_bias_kernel(
         largest = log_w[0] - top
         for r in tl.static_range(M):
             largest = tl.maximum(largest, log_w[r] - top)
-            tl.store(p_keys + (1 + r) * padded_keys, tl.where(taken, tl.exp2(log_w[r] - top), 0.0))
+            w = tl.where(taken, tl.exp2(log_w[r] - top), 0.0)
+            tl.store(p_keys + (1 + r) * padded_keys, w)
+            if NARROW:
+                tl.store(NARROW_KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w.to(tl.bfloat16))
             tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(taken, log_w[r] - top, NEVER))
         beyond = tl.where(taken, tl.maximum(largest - 4.0, -LIGHT_KEYS - largest), -1.0)
-        if not HARD and tl.max(beyond, 0) > 0:
+        if tl.max(beyond, 0) > 0:
             tl.store(FAR_HEADS + i_bh, 1.0)
     else:
         start = (i_block - key_blocks) * BN
@@ -126,8 +142,7 @@ def shifted_bias_kernel(
                 bound = tl.sum(b_q * b_q, 1) * (0.5 * inverse_variance * LOG2E) - log_u
                 tl.store(p_rows, bound)
             lead = log_u - first
-            if not HARD:
-                beyond = tl.maximum(beyond, tl.maximum(lead - highest, -LIGHT_ROWS - lead))
+            beyond = tl.maximum(beyond, tl.maximum(lead - highest, -LIGHT_ROWS - lead))
             tl.store(p_rows + (1 + r) * padded_queries, lead if HARD else tl.exp2(lead))
             tl.store(p_rows + (1 + M + r) * padded_queries, log_u)
         if tl.max(beyond, 0) > 0:
@@ -135,31 +150,34 @@ def shifted_bias_kernel(
 
 
 def key_bias(
-    keys: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None, inverse_variance: float, key_mask:
-    Tensor | None,
+    keys: Tensor, narrow_keys: Tensor, far: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None,
+    inverse_variance: float, key_mask: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,M,Nk') from `key` (B,H,M,Nk,D)."""
+    """Fill `keys` (G,M,Nk') and, unless they are empty, `narrow_keys` (G,M,Nk') and `far` (G) from `key`."""
     batch, heads, components, num_keys, width = key.shape
     block = max(16, min(128, 8192 // block_width(width)))
-    bias_kernel[(triton.cdiv(keys.shape[-1], block) * batch * heads,)](
-        key, log_prior, variance, as_bytes(key_mask), keys, inverse_variance, *key.stride()[:4], heads, num_keys,
-        keys.shape[-1], width, block_width(width), components, variance is not None, log_prior is not None and
-        log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3, key_mask is not None, block, num_warps=4,
+    launch(
+        bias_kernel, (triton.cdiv(keys.shape[-1], block) * batch * heads,), key, log_prior, variance,
+        as_bytes(key_mask), keys, narrow_keys, far, inverse_variance, *key.stride()[:4], heads, num_keys,
+        keys.shape[-1], width, block_width(width), components, variance is not None,
+        log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
+        key_mask is not None, narrow_keys.numel() > 0, block, num_warps=4,
     )  # fmt: skip
 
 
 def shifted_bias(
-    keys: Tensor, rows: Tensor, far: Tensor, query: Tensor, key: Tensor, shift: Tensor, log_prior: Tensor | None,
-    inverse_variance: float, key_mask: Tensor | None, hard: bool,
+    keys: Tensor, narrow_keys: Tensor, rows: Tensor, far: Tensor, query: Tensor, key: Tensor, shift: Tensor,
+    log_prior: Tensor | None, inverse_variance: float, key_mask: Tensor | None, hard: bool,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,1+2M,Nk'), `rows` (G,1+2M,Nq') and `far` (G), see the kernel."""
+    """Fill `keys` (G,1+2M,Nk'), `narrow_keys` (G,M,Nk') if bfloat16, `rows` (G,1+2M,Nq') and `far` (G)."""
     heads, width = query.shape[1], query.shape[-1]
     blocks = (rows.shape[-1] + keys.shape[-1]) // BLOCK
-    shifted_bias_kernel[(far.numel() * blocks,)](
-        query, key, shift, log_prior, as_bytes(key_mask), keys, rows, far, inverse_variance, 14.0 if query.dtype ==
-        torch.float16 else 30.0, *query.stride()[:3], *key.stride()[:3], heads, query.shape[2], key.shape[2],
-        rows.shape[-1], keys.shape[-1], width, block_width(width), shift.shape[1], log_prior is not None and
-        log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3, key_mask is not None, hard, BLOCK,
+    launch(
+        shifted_bias_kernel, (far.numel() * blocks,), query, key, shift, log_prior, as_bytes(key_mask), keys,
+        narrow_keys, rows, far, inverse_variance, 14.0 if query.dtype == torch.float16 else 30.0, *query.stride()[:3],
+        *key.stride()[:3], heads, query.shape[2], key.shape[2], rows.shape[-1], keys.shape[-1], width,
+        block_width(width), shift.shape[1], log_prior is not None and log_prior.dim() == 2,
+        log_prior is not None and log_prior.dim() == 3, key_mask is not None, hard, narrow_keys.numel() > 0, BLOCK,
         num_warps=4,
     )  # fmt: skip
 
@@ -197,42 +215,50 @@ def spans(query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, 
         return None
     masks = [mask for mask in (query_mask, key_mask) if mask is not None]
     result = torch.empty(masks[0].shape[0], 3, device=masks[0].device, dtype=torch.int32)
-    span_kernel[(result.shape[0],)](
-        as_bytes(query_mask), as_bytes(key_mask), result, num_queries, num_keys, query_mask is not None, key_mask is not
-        None, 1024,
+    launch(
+        span_kernel, (result.shape[0],), as_bytes(query_mask), as_bytes(key_mask), result, num_queries, num_keys,
+        query_mask is not None, key_mask is not None, 1024,
     )  # fmt: skip
     return result
 
 
 @triton.jit
 def narrow_kernel(
-    KEYS, ROWS, NARROW_KEYS, KEY_COLUMNS, NARROW_ROWS, ROW_COLUMNS, groups, padded_keys, padded_queries,
-    M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    NARROW_KEYS, KEY_COLUMNS, ROWS, NARROW_ROWS, ROW_COLUMNS, groups, padded_keys, padded_queries, M: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows 1 to M of KEYS and ROWS (G,1+2M,N') in bfloat16: along N' (G,M,N'), and side by side (G,N',COLUMNS)."""
-    i_block, key_blocks = tl.program_id(0), groups * (padded_keys // BLOCK)
-    p_from, p_narrow, p_columns, padded = KEYS, NARROW_KEYS, KEY_COLUMNS, padded_keys
-    if i_block >= key_blocks:
+    """NARROW_KEYS (G,M,Nk') side by side (G,Nk',COLUMNS), and rows 1 to M of ROWS (G,1+2M,Nq') in bfloat16: along Nq'
+    (G,M,Nq') and side by side.
+    """
+    i_block, key_blocks, o_column = tl.program_id(0), groups * (padded_keys // BLOCK), tl.arange(0, COLUMNS)
+    block = tl.zeros([BLOCK, COLUMNS], tl.bfloat16)
+    if i_block < key_blocks:
+        i_bh, o = (i_block // (padded_keys // BLOCK)).to(tl.int64), tl.arange(0, BLOCK)
+        o += i_block % (padded_keys // BLOCK) * BLOCK
+        for r in tl.static_range(M):
+            vector = tl.load(NARROW_KEYS + (i_bh * M + r) * padded_keys + o)
+            block = tl.where(o_column[None, :] == r, vector[:, None], block)
+        tl.store(KEY_COLUMNS + (i_bh * padded_keys + o)[:, None] * COLUMNS + o_column[None, :], block)
+    else:
         i_block -= key_blocks
-        p_from, p_narrow, p_columns, padded = ROWS, NARROW_ROWS, ROW_COLUMNS, padded_queries
-    i_bh = (i_block // (padded // BLOCK)).to(tl.int64)
-    o, o_column = i_block % (padded // BLOCK) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
-    block = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    for r in tl.static_range(M):
-        vector = tl.load(p_from + (i_bh * (1 + 2 * M) + 1 + r) * padded + o)
-        tl.store(p_narrow + (i_bh * M + r) * padded + o, vector.to(tl.bfloat16))
-        block = tl.where(o_column[None, :] == r, vector[:, None], block)
-    tl.store(p_columns + (i_bh * padded + o)[:, None] * COLUMNS + o_column[None, :], block.to(tl.bfloat16))
+        i_bh, o = (i_block // (padded_queries // BLOCK)).to(tl.int64), tl.arange(0, BLOCK)
+        o += i_block % (padded_queries // BLOCK) * BLOCK
+        for r in tl.static_range(M):
+            vector = tl.load(ROWS + (i_bh * (1 + 2 * M) + 1 + r) * padded_queries + o).to(tl.bfloat16)
+            tl.store(NARROW_ROWS + (i_bh * M + r) * padded_queries + o, vector)
+            block = tl.where(o_column[None, :] == r, vector[:, None], block)
+        tl.store(ROW_COLUMNS + (i_bh * padded_queries + o)[:, None] * COLUMNS + o_column[None, :], block)
 
 
-def narrow(keys: Tensor, rows: Tensor, components: int, columns: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights of keys and rows (G,1+2M,N') in bfloat16, each along N' and as columns."""
-    results = []
-    for vectors in (keys, rows):
-        groups, _, padded = vectors.shape
-        shapes = (groups, components, padded), (groups, padded, columns)
-        results.append([torch.empty(shape, device=keys.device, dtype=torch.bfloat16) for shape in shapes])
-    narrow_kernel[(keys.shape[0] * (keys.shape[-1] + rows.shape[-1]) // 128,)](
-        keys, rows, *results[0], *results[1], keys.shape[0], keys.shape[-1], rows.shape[-1], components, columns, 128
-    )
-    return results[0], results[1]
+def narrow(narrow_keys: Tensor, rows: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`narrow_keys` (G,M,Nk') as columns; the weights of `rows` (G,1+2M,Nq') in bfloat16, along Nq' and as columns."""
+    groups, components, padded_keys = narrow_keys.shape
+    queries = rows.shape[-1]
+    empty = partial(torch.empty, device=rows.device, dtype=torch.bfloat16)
+    key_columns, row_columns = empty(groups, padded_keys, columns), empty(groups, queries, columns)
+    narrow_rows = empty(groups, components, queries)
+    launch(
+        narrow_kernel, (groups * (padded_keys + queries) // 128,), narrow_keys, key_columns, rows, narrow_rows,
+        row_columns, groups, padded_keys, queries, components, columns, 128,
+    )  # fmt: skip
+    return key_columns, narrow_rows, row_columns

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mgk.ops.triton.host import dense, dot_precision
+from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, online_softmax
 
 MAX_QUERIES = 16
@@ -76,10 +77,9 @@ def load_alive(p_base, start, alive, stride, ROWS: tl.constexpr, WIDTH: tl.const
 
 @triton.jit(do_not_specialize=["num_keys", "splits"])
 def one_query_kernel(
-    Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, OUT, LSE, variance,
-    sqb, sqh, skb, skh, skm, skn, svb, svh, svn, sph, spm, spn, smb, H, num_keys, splits, split_keys,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, OUT, LSE, variance, sqb, sqh, skb, skh, skm, skn, svb, svh, svn, sph, spm,
+    spn, smb, H, num_keys, splits, split_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    M: tl.constexpr, HARD: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the keys of one split. Each of the BN places of a tile keeps a sum of its own until the end."""
     i_s, i_bh = tl.program_id(0) % splits, tl.program_id(0) // splits
@@ -141,10 +141,10 @@ def one_query_kernel(
 
 @triton.jit(do_not_specialize=["num_keys", "num_queries", "splits"])
 def few_queries_kernel(
-    Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, OUT, LSE, variance,
-    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sph, spm, spn, smb, H, num_queries, num_keys, splits, split_keys,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, OUT, LSE, variance, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sph,
+    spm, spn, smb, H, num_queries, num_keys, splits, split_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the keys of one split, l[i,j,r] = q_i.k_j / s2_r + row[i,r] + bias[j,r]."""
     i_s, i_bh = tl.program_id(0) % splits, tl.program_id(0) // splits
@@ -235,8 +235,8 @@ def join_kernel(
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
-    variance: float | Tensor, hard: bool, is_causal: bool, key_mask: Tensor | None,
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, variance: float | Tensor,
+    hard: bool, is_causal: bool, key_mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Forward only: query (B,H,Nq,D) with Nq <= 16, key (B,H,M,Nk,D), or (B,H,Nk,D) with shift (H,M,D) -> (B,H,Nq,Dv).
 
@@ -266,29 +266,29 @@ def decode_attention(
     shift = None if shift is None else shift.contiguous()
     tensors = query, key, shift, value, prior, own, mask, part, lse, number
     strides = (
-        *key.stride()[:2], key.stride(2) if shift is None else 0, key.stride(-2), *value.stride()[:3],
-        *((0, 0, 0) if prior is None else prior.stride()), 0 if mask is None else mask.stride(0),
+        *key.stride()[:2], key.stride(2) if shift is None else 0, key.stride(-2), *value.stride()[:3], *((0, 0,
+        0) if prior is None else prior.stride()), 0 if mask is None else mask.stride(0),
     )  # fmt: skip
     sizes = (width, value_width, block_d, block_v, components, hard)
-    with torch.cuda.device_of(query):
-        grid = (batch * heads * splits,)
-        if num_queries == 1:
-            one_query_kernel[grid](
-                *tensors, *query.stride()[:2], *strides, heads, num_keys, splits, split_keys, *sizes, block_keys,
-                tile.stages, num_warps=tile.warps,
-            )  # fmt: skip
-        else:
-            tile_bytes = block_keys * (components * block_d + block_v) * key.element_size()
-            warps = tile.warps if block_d * key.element_size() < 1024 else 8
-            few_queries_kernel[grid](
-                *tensors, *query.stride()[:3], *strides, heads, num_queries, num_keys, splits, split_keys, *sizes,
-                is_causal, dot_precision(), MAX_QUERIES, block_keys, num_warps=warps,
-                num_stages=max(1, min(tile.stages, 128 * 1024 // tile_bytes)),
-            )  # fmt: skip
-        if splits > 1:
-            join_kernel[(batch * heads * num_queries,)](
-                part, lse, out, num_queries, splits, value_width, block_v, triton.next_power_of_2(splits), JOINED
-            )
+    grid = (batch * heads * splits,)
+    if num_queries == 1:
+        launch(
+            one_query_kernel, grid, *tensors, *query.stride()[:2], *strides, heads, num_keys, splits, split_keys,
+            *sizes, block_keys, tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+    else:
+        tile_bytes = block_keys * (components * block_d + block_v) * key.element_size()
+        warps = tile.warps if block_d * key.element_size() < 1024 else 8
+        launch(
+            few_queries_kernel, grid, *tensors, *query.stride()[:3], *strides, heads, num_queries, num_keys, splits,
+            split_keys, *sizes, is_causal, dot_precision(), MAX_QUERIES, block_keys, num_warps=warps, num_stages=max(1,
+            min(tile.stages, 128 * 1024 // tile_bytes)),
+        )  # fmt: skip
+    if splits > 1:
+        launch(
+            join_kernel, (batch * heads * num_queries,), part, lse, out, num_queries, splits, value_width, block_v,
+            triton.next_power_of_2(splits), JOINED,
+        )  # fmt: skip
     return out
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 
@@ -18,7 +17,7 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 
 def block_width(width: int) -> int:
     """A product wants powers of two, and 16 of everything."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def dot_precision() -> str:

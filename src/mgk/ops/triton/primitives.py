@@ -16,6 +16,7 @@ import triton.language as tl
 NEVER = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+COLUMNS = tl.constexpr(16)  # of the products that sum rows: the least a product has
 EVERY, NEAR, FAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # heads a launch is for, by their reach
 
 
@@ -68,6 +69,31 @@ def zeros_tuple(shape: tl.constexpr, M: tl.constexpr):
     for _ in tl.static_range(M):
         blocks = blocks + (tl.zeros(shape, tl.float32),)
     return blocks
+
+
+@triton.jit
+def split_columns(block, M: tl.constexpr):
+    """The first M columns of [ROWS, COLUMNS], as a tuple of M vectors."""
+    o_column, result = tl.arange(0, COLUMNS), ()
+    for r in tl.static_range(M):
+        result = result + (tl.sum(tl.where(o_column[None, :] == r, block, 0.0), 1),)
+    return result
+
+
+@triton.jit
+def unit_column(r: tl.constexpr, ROWS: tl.constexpr, dtype: tl.constexpr):
+    """Ones in column r, zeros elsewhere: a product with it sums rows into that column.  # [ROWS, COLUMNS]"""
+    return tl.where((tl.arange(0, COLUMNS) == r)[None, :], tl.full([ROWS, COLUMNS], 1.0, dtype), 0.0).to(dtype)
+
+
+@triton.jit
+def larger(x, y):
+    """The larger one of two bfloat16, two at a time; Triton's own maximum widens them first."""
+    if INTERPRETED:
+        result = tl.where(y > x, y, x)
+    else:
+        result = tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.bfloat16, True, 2)
+    return result
 
 
 @triton.jit

@@ -25,13 +25,14 @@ from mgk.ops.triton.decode import (
     with_prior,
 )
 from mgk.ops.triton.host import dense, dot_precision
+from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import NEVER, key_range, zeros_tuple
 
 
 @triton.jit
 def row_kernel(
-    Q, SHIFT, VARIANCE, ROW, variance, sqb, sqh, sqn, H, num_queries,
-    D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    Q, SHIFT, VARIANCE, ROW, variance, sqb, sqh, sqn, H, num_queries, D: tl.constexpr, BD: tl.constexpr,
+    M: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """row[i,r] = (q_i.b_r - |q_i|^2 / 2) / s2_r as (B,H,M,Nq); with one variance the norm is in every component."""
     blocks = tl.cdiv(num_queries, BM)
@@ -77,9 +78,9 @@ def shares(x, M: tl.constexpr):
 
 @triton.jit
 def prior_step(
-    start, sums, b_k, bias, scale, p_q, p_row, p_query_mask, o_n, offset, num_queries, stride_q,
-    D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, ONE_KEY: tl.constexpr, PRODUCT: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    start, sums, b_k, bias, scale, p_q, p_row, p_query_mask, o_n, offset, num_queries, stride_q, D: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, ONE_KEY: tl.constexpr, PRODUCT: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of the sums, keys down and queries across. Queries that are not real are not read."""
     o_m = start + tl.arange(0, BM)
@@ -123,10 +124,9 @@ def prior_step(
 
 @triton.jit
 def prior_kernel(
-    Q, K, SHIFT, PRIOR, VARIANCE, ROW, KEY_MASK, QUERY_MASK, SPAN, TOTAL, variance,
-    sqb, sqh, sqn, skb, skh, skm, skn, sph, spm, spn, H, num_queries, num_keys,
-    D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    Q, K, SHIFT, PRIOR, VARIANCE, ROW, KEY_MASK, QUERY_MASK, SPAN, TOTAL, variance, sqb, sqh, sqn, skb, skh, skm, skn,
+    sph, spm, spn, H, num_queries, num_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     PRODUCT: tl.constexpr = SHIFT is None or VARIANCE is not None
     blocks = tl.cdiv(num_keys, BN)
@@ -176,13 +176,13 @@ def prior_kernel(
     if CAUSAL:
         for start in range(begin, full, BM):
             sums = prior_step(
-                start, sums, keys, finite_bias, scale, p_q, p_row, p_query_mask, o_n, offset, num_queries, sqn,
-                D, BD, M, SHIFT is not None, PRODUCT, True, PRECISION, BM,
+                start, sums, keys, finite_bias, scale, p_q, p_row, p_query_mask, o_n, offset, num_queries, sqn, D, BD,
+                M, SHIFT is not None, PRODUCT, True, PRECISION, BM,
             )  # fmt: skip
     for start in range(tl.maximum(begin, full), stop, BM):
         sums = prior_step(
-            start, sums, keys, finite_bias, scale, p_q, p_row, p_query_mask, o_n, offset, num_queries, sqn,
-            D, BD, M, SHIFT is not None, PRODUCT, False, PRECISION, BM,
+            start, sums, keys, finite_bias, scale, p_q, p_row, p_query_mask, o_n, offset, num_queries, sqn, D, BD, M,
+            SHIFT is not None, PRODUCT, False, PRECISION, BM,
         )  # fmt: skip
 
     if KEY_MASK is not None:
@@ -224,20 +224,20 @@ def launch_prior(
     key_strides = *key.stride()[:2], key.stride(2) if shift is None else 0, key.stride(-2)
     key_mask, query_mask = (None if mask is None else mask.contiguous() for mask in (key_mask, query_mask))
     as_bytes = [None if mask is None else mask.view(torch.uint8) for mask in (key_mask, query_mask)]
-    with torch.cuda.device_of(query):
-        row, span = None, spans(query_mask, key_mask, num_queries, num_keys)
-        if shift is not None or per_component is not None:
-            row = query.new_empty(batch, heads, components, num_queries, dtype=torch.float32)
-            row_queries = max(16, 4096 // block)
-            row_kernel[(triton.cdiv(num_queries, row_queries) * batch * heads,)](
-                query, shift, per_component, row, number, *query.stride()[:3], heads, num_queries, width, block,
-                components, row_queries,
-            )  # fmt: skip
-        prior_kernel[(triton.cdiv(num_keys, keys) * batch * heads,)](
-            query, key, shift, prior, per_component, row, *as_bytes, span, total, number, *query.stride()[:3],
-            *key_strides, *((0, 0, 0) if prior is None else prior.stride()), heads, num_queries, num_keys, width, block,
-            components, is_causal, dot_precision(), queries, keys, num_stages=2,
+    row, span = None, spans(query_mask, key_mask, num_queries, num_keys)
+    if shift is not None or per_component is not None:
+        row = query.new_empty(batch, heads, components, num_queries, dtype=torch.float32)
+        row_queries = max(16, 4096 // block)
+        launch(
+            row_kernel, (triton.cdiv(num_queries, row_queries) * batch * heads,), query, shift, per_component, row,
+            number, *query.stride()[:3], heads, num_queries, width, block, components, row_queries,
         )  # fmt: skip
+    launch(
+        prior_kernel, (triton.cdiv(num_keys, keys) * batch * heads,), query, key, shift, prior, per_component, row,
+        *as_bytes, span, total, number, *query.stride()[:3], *key_strides, *((0, 0,
+        0) if prior is None else prior.stride()), heads, num_queries, num_keys, width, block, components, is_causal,
+        dot_precision(), queries, keys, num_stages=2,
+    )  # fmt: skip
 
 
 def tile(components: int, block: int, element_size: int, product: bool) -> tuple[int, int]:

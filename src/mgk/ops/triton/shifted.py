@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.primitives import (
+    COLUMNS,
     EVERY,
     FAR,
     NEVER,
@@ -35,33 +36,31 @@ from mgk.ops.triton.primitives import (
     is_far,
     key_range,
     key_tiles,
+    larger,
     load_tile,
     load_vector,
     load_vectors,
     online_softmax,
     query_tiles,
     sees_a_key,
+    split_columns,
     store_tile,
+    unit_column,
     work_of,
     zeros_tuple,
 )
 
 LIGHT, SAFE, HARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # roads
-COLUMNS = tl.constexpr(16)  # of the products that sum: the least a product has
 FOREVER = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def mixed(rho, w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
-    """w_0[j] + sum_r rho_r[i] w_r[j].  # [BM, BN], or [BN, BM] with the keys down"""
-    if KEYS_DOWN:
-        result = w[0][:, None]
-        for r in tl.static_range(1, M):
-            result = result + w[r][:, None] * rho[r][None, :]
-    else:
-        result = w[0][None, :]
-        for r in tl.static_range(1, M):
-            result = result + rho[r][:, None] * w[r][None, :]
+def mixed(rho, w, KEYS_DOWN: tl.constexpr, M: tl.constexpr, BEST: tl.constexpr = False):
+    """w_0[j] + sum_r rho_r[i] w_r[j], or the largest of these.  # [BM, BN], or [BN, BM] with the keys down"""
+    result = w[0][:, None] if KEYS_DOWN else w[0][None, :]
+    for r in tl.static_range(1, M):
+        other = w[r][:, None] * rho[r][None, :] if KEYS_DOWN else rho[r][:, None] * w[r][None, :]
+        result = larger(tl.broadcast_to(result, other.shape), other) if BEST else result + other
     return result
 
 
@@ -74,11 +73,10 @@ def cast_tuple(vectors, dtype: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def split_columns(block, M: tl.constexpr):
-    """The first M columns of [ROWS, COLUMNS], as a tuple of M vectors."""
-    o_column, result = tl.arange(0, COLUMNS), ()
+def exp2_tuple(vectors, M: tl.constexpr):
+    result = ()
     for r in tl.static_range(M):
-        result = result + (tl.sum(tl.where(o_column[None, :] == r, block, 0.0), 1),)
+        result = result + (tl.exp2(vectors[r]),)
     return result
 
 
@@ -94,7 +92,8 @@ def bid(lead, log_w, KEYS_DOWN: tl.constexpr):
 @triton.jit
 def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
     """max_r(log_w[j,r] + lead[i,r]) with lead[0] = 0, and who has it: the first one among equals."""
-    best, won = like * 0.0 + (log_w[0][:, None] if KEYS_DOWN else log_w[0][None, :]), tl.zeros(like.shape, tl.int32)
+    best = tl.broadcast_to(log_w[0][:, None] if KEYS_DOWN else log_w[0][None, :], like.shape)
+    won = tl.zeros(like.shape, tl.int32)
     for r in tl.static_range(1, M):
         other = bid(lead[r], log_w[r], KEYS_DOWN)
         won = tl.where(other > best, r, won)
@@ -104,10 +103,11 @@ def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def forward_step(
-    start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_seed, i_bh, i_m, offset, scale, threshold, inverse_keep, num_keys,
-    padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, ROAD: tl.constexpr, FIXED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, p_seed, i_bh, i_m, offset, scale, threshold, inverse_keep,
+    num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    M: tl.constexpr, ROAD: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, BEST: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """`rows` are the rho, on the safe road the log_u, with the hard E-step the leads."""
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
@@ -121,8 +121,12 @@ def forward_step(
         m_safe = m
         if not FIXED:
             m, m_safe, alpha = online_softmax(tl.max(s, 1) * scale, m)
-        w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
-        p = tl.exp2(s * scale - m_safe[:, None]) * mixed(rows, w, False, M)
+        p = tl.exp2(s * scale - m_safe[:, None])
+        if NARROW:
+            p, w = p.to(b_k.dtype), load_vectors(p_narrow, start, padded_keys, BN, M)
+        else:
+            w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
+        p = p * mixed(rows, w, False, M, BEST)
     else:
         log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
         if ROAD == HARD:
@@ -145,9 +149,12 @@ def forward_step(
                 p += tl.exp2(s * scale + bid(rows[r] - m_safe, log_w[r], False))
     if not FIXED:
         l, acc = l * alpha, acc * alpha[:, None]
-    l += tl.sum(p, 1)
-    if DROPOUT:
-        p *= dropout(p_seed, i_bh, i_m * BM, start, threshold, inverse_keep, False, BM, BN)
+    if NARROW:
+        l = tl.dot(p, unit_column(0, BN, b_k.dtype), l)
+    else:
+        l += tl.sum(p, 1)
+    if DROPOUT:  # what is kept is divided by its share at the end
+        p = p * dropout(p_seed, i_bh, i_m * BM, start, threshold, 1.0, False, BM, BN).to(p.dtype)
     b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
     return acc, m, l
@@ -155,11 +162,12 @@ def forward_step(
 
 @triton.jit
 def forward_block(
-    i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh,
-    sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys,
+    i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    FIXED: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
-    MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FIXED: tl.constexpr, NARROW: tl.constexpr, BEST: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+    SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
@@ -170,27 +178,37 @@ def forward_block(
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
     b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
+    p_narrow = NARROW_KEYS
+    if BEST:
+        rows = exp2_tuple(rows, M)
+    if NARROW:
+        rows = cast_tuple(rows, b_q.dtype, M)
+        p_narrow += i_bh.to(tl.int64) * M * padded_keys
 
     full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
     if FIXED:
         m = load_vector(p_rows, i_m * BM, BM)
     else:
         m = tl.full([BM], NEVER, tl.float32)
-    l, acc = tl.zeros([BM], tl.float32), tl.zeros([BM, BV], tl.float32)
+    l, acc = tl.zeros([BM, COLUMNS] if NARROW else [BM], tl.float32), tl.zeros([BM, BV], tl.float32)
     for start in range(0, full, BN):
         acc, m, l = forward_step(
-            start, b_q, acc, m, l, rows, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold, inverse_keep,
-            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, CAUSAL, False, KEY_MASK, DROPOUT, PRECISION,
-            BM, BN,
+            start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
+            inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, False,
+            KEY_MASK, DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         for start in range(full, stop, BN):
             acc, m, l = forward_step(
-                start, b_q, acc, m, l, rows, p_k, p_v, p_keys, SEED, i_bh, i_m, offset, scale, threshold, inverse_keep,
-                num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, CAUSAL, True, KEY_MASK, DROPOUT,
-                PRECISION, BM, BN,
+                start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
+                inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL,
+                True, KEY_MASK, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
 
+    if NARROW:
+        l = tl.sum(l, 1)
+    if DROPOUT:
+        acc *= inverse_keep
     takes_part = o_m < num_queries
     if MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
@@ -208,12 +226,12 @@ def forward_block(
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh, sqn, skb,
-    skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    HEADS: tl.constexpr, FIXED: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
-    KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh,
+    sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys, padded_queries,
+    padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
+    ROAD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, BEST: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -224,20 +242,20 @@ def forward_kernel(
                 i_m = blocks - 1 - i_block
                 if is_far(FAR_HEADS, i_bh):
                     forward_block(
-                        i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
-                        inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries,
-                        num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, CAUSAL, EVEN, SPANS,
-                        KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                        i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale,
+                        threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H,
+                        num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST,
+                        CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_m = blocks - 1 - i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             forward_block(
-                i_m, i_bh, Q, K, V, KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
-                sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries,
-                padded_keys, D, DV, BD, BV, M, ROAD, FIXED, CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT,
-                PRECISION, BM, BN,
+                i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
+                inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
+                padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, EVEN, SPANS, KEY_MASK,
+                MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
 
 
@@ -286,7 +304,11 @@ def query_step(
             best, won = best_bid(slope, rows, log_w, False, M)
             ds = tl.exp2(s * scale + best - lse[:, None]) * slope
             for r in tl.static_range(1, M):
-                new = new + (du[r] + tl.sum(tl.where(won == r, ds, 0.0), 1),)
+                share = tl.where(won == r, ds, 0.0)
+                if NARROW:
+                    new = (tl.dot(share.to(b_k.dtype), unit_column(r, BN, b_k.dtype), new[0]),)
+                else:
+                    new = new + (du[r] + tl.sum(share, 1),)
         else:
             ds = tl.exp2(s * scale + bid(rows[0] - lse, log_w[0], False)) * slope
             for r in tl.static_range(1, M):
@@ -324,7 +346,7 @@ def query_block(
     if ROAD == SAFE:
         lse += rows[0]
     mixing, p_narrow, p_columns = rows, NARROW_KEYS, KEY_COLUMNS
-    if NARROW:
+    if NARROW and ROAD == LIGHT:
         mixing = cast_tuple(rows, b_q.dtype, M)
         p_narrow += i_bh.to(tl.int64) * M * padded_keys
         p_columns += i_bh.to(tl.int64) * COLUMNS * padded_keys
@@ -420,7 +442,7 @@ def key_step(
     b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, MASKED)  # [BM, BD]
     b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, MASKED)  # [BM, BV]
     lse, delta = load_vector(p_rows, start, BM), load_vector(p_delta, start, BM)
-    if NARROW:
+    if NARROW and ROAD == LIGHT:
         rows = load_vectors(p_narrow, start, padded_queries, BM, M)
     else:
         rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, start, padded_queries, BM, M)
@@ -453,9 +475,16 @@ def key_step(
         best, won = best_bid(slope, rows, w, True, M)
         p = tl.exp2(s * scale + best - lse[None, :])
         ds = p * slope
-        new = new + (dw[0] + tl.sum(ds, 1),)
+        if NARROW:
+            new = new + (tl.dot(ds.to(b_q.dtype), unit_column(0, BM, b_q.dtype), dw[0]),)
+        else:
+            new = new + (dw[0] + tl.sum(ds, 1),)
         for r in tl.static_range(1, M):
-            new = new + (dw[r] + tl.sum(tl.where(won == r, ds, 0.0), 1),)
+            share = tl.where(won == r, ds, 0.0)
+            if NARROW:
+                new = (tl.dot(share.to(b_q.dtype), unit_column(r, BM, b_q.dtype), new[0]),)
+            else:
+                new = new + (dw[r] + tl.sum(share, 1),)
     else:
         p, ds = tl.zeros_like(s), tl.zeros_like(s)
         for r in tl.static_range(M):
@@ -464,7 +493,7 @@ def key_step(
             part *= slope
             ds += part
             new = new + (dw[r] + tl.sum(part, 1),)
-    if DROPOUT and not NARROW:
+    if DROPOUT and not (NARROW and ROAD == LIGHT):
         p *= drop
     b_dv = tl.dot(p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
     b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
@@ -497,10 +526,11 @@ def key_block(
     begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, CAUSAL, BM, BN)
     b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
     mixing, p_narrow, p_columns = w, NARROW_ROWS, ROW_COLUMNS
-    if NARROW:
+    if NARROW and ROAD == LIGHT:
         mixing = cast_tuple(w, b_k.dtype, M)
         p_narrow += i_bh.to(tl.int64) * M * padded_queries
         p_columns += i_bh.to(tl.int64) * COLUMNS * padded_queries
+    if NARROW:
         dw = zeros_tuple([BN, COLUMNS], 1)
     else:
         dw = zeros_tuple([BN], M)
