@@ -23,11 +23,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "smgk-hard": {"variant": "smgk", "e_step": "hard"},
     "smgk-positions": {"variant": "smgk", "prior": "em", "prior_positions": 16},
     "smgk-variance": {"variant": "smgk", "num_components": 3, "learn_variance": True, "prior": "uniform"},
+    "smgk-means": {"variant": "smgk", "means": "em"},
     "linear": {"variant": "linear"},
     "mlk": {"variant": "mlk", "prior": "uniform"},
     "mlk-dpfp": {"variant": "mlk", "feature_map": "dpfp"},
     "smlk": {"variant": "smlk"},
     "smlk-favor": {"variant": "smlk", "feature_map": "favor"},
+    "mlk-keys": {"variant": "mlk", "mixing": "keys"},
+    "smlk-keys": {"variant": "smlk", "mixing": "keys"},
 }
 
 # Exponents stay below 1e3 in these tests, so in float64 a weight is right to 1e3 * 2e-16, and sums of at most 1e2
@@ -78,6 +81,8 @@ def dense(module: MixtureAttention, query: Tensor, key: Tensor, value: Tensor, s
         s2 = math.sqrt(D) if module.log_variance is None else module.log_variance.exp()[..., None, None]
         terms = (-(q[:, :, None, :, None] - k[:, :, :, None]).square().sum(-1) / (2 * s2)).exp()  # (B,H,M,Nq,Nk)
         scores = terms.amax(2) if module.e_step == "hard" else (prior[:, :, None] * terms).sum(2)
+    elif module.mixing == "keys":
+        scores = features(module, q) @ features(module, (prior[..., None] * k).sum(2)).mT
     else:
         phi_q, phi_k = features(module, q), features(module, k)
         scores = phi_q @ (prior[..., None] * phi_k).sum(2).mT

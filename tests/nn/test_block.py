@@ -59,7 +59,7 @@ def test_the_last_norm_is_for_pre_layers_alone() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_recomputation_changes_nothing(kind: str, dropout: float) -> None:
-    """Output, gradients and priors; in particular an M-step happens once, after the prior was read for both passes."""
+    """Output, gradients and buffers; in particular an M-step happens once, after they were read for both passes."""
     plain = stack(kind, dropout=dropout)
     again = copy.deepcopy(plain)
     again.recompute = True
@@ -72,7 +72,7 @@ def test_recomputation_changes_nothing(kind: str, dropout: float) -> None:
             output.square().sum().backward()
         results.append([output, *(p.grad for p in model.parameters()), *model.buffers()])
     torch.testing.assert_close(results[0], results[1], **EXACT)
-    assert all(layer.attention.moves_prior for layer in again.layers)  # type: ignore[union-attr]
+    assert all(layer.attention.moves for layer in again.layers)  # type: ignore[union-attr]
 
 
 def test_recomputation_keeps_less() -> None:

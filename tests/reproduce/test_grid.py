@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mgk.models import build
 from mgk.reproduce import TARGETS, TASKS, Cell, cells
 from mgk.reproduce.grid import LRA, OPTIONS, Row, rows
 from mgk.reproduce.paper import published
-from mgk.train.config import flatten
+from mgk.train.config import flatten, replace
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -67,6 +68,15 @@ def test_cells_of_a_task_differ_in_what_their_names_say_alone() -> None:
     assert cells("ablations")[0].config.model.components == 2
     assert Cell.parse("enwik8-short/smgk-h4-positions-s0").config.model.prior_positions == 256
     assert Cell.parse("enwik8-short/mgk-h4-m3-s0").config.model.components == 3
+    assert Cell.parse("enwik8-short/smgk-h4-means-s0").config.model.means == "em"
+    assert Cell.parse("enwik8-short/mlk-h4-keys-s0").config.model.mixing == "keys"
+
+
+def test_every_ablation_can_be_built() -> None:
+    """An option that does not fit its attention is an error of the module."""
+    for row in rows("ablations"):
+        build(replace(Cell("enwik8-short", row, 0).config, model__width=8, model__layers=1).model)
+    assert {row.option for row in rows("ablations")} == {"", *OPTIONS}
 
 
 def test_text_is_the_papers_way_and_text_sound_has_a_dev_set() -> None:

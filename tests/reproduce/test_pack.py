@@ -45,9 +45,13 @@ def test_a_stopped_run_goes_on_elsewhere(data_root: Path, tmp_path: Path, monkey
     monkeypatch.setattr(Learner, "update", update)
     assert fill(tmp_path / "here") == [CELLS[0].name]
     file = tmp_path / "runs.tar"
-    assert pack_runs(file, tmp_path / "here", limit=0) == []
+    results = tmp_path / "cells"
+    assert pack_runs(file, tmp_path / "here", limit=0, results=results) == []
+    assert pack_runs(file, tmp_path / "here", results=results) == [CELLS[1].name]
+    # Trained, but stopped before its record was written: it comes along, and first.
+    assert pack_runs(file, tmp_path / "here", results=tmp_path / "none") == [CELLS[0].name, CELLS[1].name]
     assert pack_runs(file, tmp_path / "here", cells=[CELLS[0].name]) == [CELLS[0].name]
-    main(["runs", "--runs", str(tmp_path / "here"), "--to", str(file)])
+    main(["runs", "--runs", str(tmp_path / "here"), "--results", str(results), "--to", str(file)])
     main(["unpack", str(file), "--to", str(tmp_path / "there")])
     assert [path.name for path in (tmp_path / "there" / "listops").iterdir()] == ["smgk-h1-s0"]
     assert read_facts(tmp_path / "there" / CELLS[1].name / "last")["step"] == 6

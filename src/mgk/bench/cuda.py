@@ -77,7 +77,7 @@ def both(kind: str, e_step: str, shape: Shape, tensors: dict[str, Tensor], grad:
 def warm(job: tuple[str, str, Shape]) -> None:
     """Compile what a job needs, in a process of its own: the timing process then finds it on disk."""
     kind, e_step, shape = job
-    tensors = inputs(kind, (1, 1, 256, *shape[3:]), 1)
+    tensors = inputs(kind, shape, shape[1] // 2)
     both(kind, e_step, shape, tensors, torch.randn_like(tensors["value"]))
 
 

@@ -33,6 +33,10 @@ class TransformerConfig:
     """With prior=em: the share of the old prior that an M-step keeps."""
     learn_variance: bool = False
     """Learn the variance per head and component (mgk, smgk) instead of sqrt(head_dim)."""
+    means: Literal["sgd", "em"] = "sgd"
+    """Shifts of the components: learned, or set with the variances by an M-step in every training forward (smgk)."""
+    mixing: Literal["features", "keys"] = "features"
+    """Of mlk and smlk: the mixture after the feature map, or before it, as in the authors' LRA code."""
     feature_map: Literal["elu", "dpfp", "favor"] = "elu"
     """Feature map of the linear family; favor is the Performer's."""
     attention_bias: bool = True

@@ -40,6 +40,8 @@ def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: i
             learn_variance=config.learn_variance,
             prior_positions=config.prior_positions,
             prior_momentum=config.prior_momentum,
+            means=config.means,
+            mixing=config.mixing,
             rotary_dim=rotary_dim,
             impl=config.impl,
         )

@@ -11,8 +11,11 @@ from torch import Tensor
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, check_rotary_dim
 from mgk.ops import arguments as check
-from mgk.ops.cost import FEATURE_MAPS, GAUSSIAN, LINEAR, SHIFTED
+from mgk.ops.cost import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, SHIFTED
 from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures, check_feature_map
+
+MEANS = ("sgd", "em")
+MIXINGS = ("features", "keys")
 
 
 def check_combination(
@@ -24,6 +27,9 @@ def check_combination(
     learn_variance: bool,
     prior_positions: object,
     prior_momentum: float,
+    means: str,
+    mixing: str,
+    rotary_dim: int,
 ) -> None:
     """An option that would have no effect is a mistake; the defaults fit every variant."""
     gaussian, linear = variant in GAUSSIAN, variant in LINEAR
@@ -49,6 +55,15 @@ def check_combination(
     for name, given in (("prior_positions", prior_positions), ("prior_momentum", prior_momentum)):
         if given and prior != "em":
             raise ValueError(f"{name}: expected the default unless prior='em', got {given} with prior={prior!r}")
+    if means == "em" and not (variant == "smgk" and e_step == "soft" and not learn_variance and not rotary_dim):
+        raise ValueError(
+            "means: expected 'sgd' (the M-step for means and variances is defined for smgk with a soft E-step, without "
+            f"learn_variance and rotary_dim), got 'em' for variant {variant!r} with e_step={e_step!r}"
+        )
+    if mixing == "keys" and not (linear and variant in MIXTURES):
+        raise ValueError(
+            f"mixing: expected 'features' for variant {variant!r} ('keys' is for mlk and smlk), got 'keys'"
+        )
 
 
 def make_feature_map(feature_map: object, head_dim: int, device: torch.device | str | None) -> str | FeatureMap:

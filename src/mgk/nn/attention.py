@@ -13,10 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mgk.nn.arguments import check_cache, check_combination, check_rotary, check_rotation, key_mask, make_feature_map
+from mgk.nn.arguments import (
+    MEANS,
+    MIXINGS,
+    check_cache,
+    check_combination,
+    check_rotary,
+    check_rotation,
+    key_mask,
+    make_feature_map,
+)  # fmt: skip
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, rotate, still_part
-from mgk.nn.prior import prior_statistics, update_log_prior
+from mgk.nn.means import update_means
+from mgk.nn.prior import mean_key, prior_statistics, update_log_prior
 from mgk.nn.softmax import softmax_attention, softmax_weights
 from mgk.ops import api
 from mgk.ops import arguments as check
@@ -69,6 +79,10 @@ class MixtureAttention(nn.Module):
         learn_variance: s2 becomes a parameter per head and component (`mgk` and `smgk`); else it is sqrt(D).
         prior_positions: with prior="em", one prior for each of the first so many key positions, (H,M,prior_positions).
         prior_momentum: with prior="em", the share of the old prior that an M-step keeps.
+        means: "sgd", shifts learned with the rest; "em" (`smgk`, soft), shifts and variances are buffers that every
+            forward in training mode moves by the M-step of Eqn 13 (`mgk.nn.means`), after it was computed with the old.
+        mixing: of `mlk` and `smlk`: "features", Eqn 14; "keys", phi(sum_r prior_r k_jr), as in the authors' LRA code,
+            which is linear attention with its key projection written as a sum.
         rotary_dim: so much of a head turns with the position (`mgk.nn.embeddings`); `forward` then wants `rotary`. A
             shift lives in the rest of the head, (H,M,D - rotary_dim), so shifted keys cannot turn whole.
         kdim, vdim: widths of `key` and `value` in cross-attention; None is E.
@@ -80,8 +94,8 @@ class MixtureAttention(nn.Module):
     in_proj_bias = None
     _qkv_same_embed_dim = False
 
-    shift: nn.Parameter | None
-    log_variance: nn.Parameter | None
+    shift: Tensor | None
+    log_variance: Tensor | None
     log_prior: Tensor | None
 
     def __init__(
@@ -101,6 +115,8 @@ class MixtureAttention(nn.Module):
         learn_variance: bool = False,
         prior_positions: int | None = None,
         prior_momentum: float = 0.0,
+        means: str = "sgd",
+        mixing: str = "features",
         rotary_dim: int = 0,
         kdim: int | None = None,
         vdim: int | None = None,
@@ -127,9 +143,14 @@ class MixtureAttention(nn.Module):
                 f"embed_dim: expected a multiple of num_heads = {num_heads} unless head_dim is given, got {embed_dim}"
             )
         self.rotary_dim = check_rotary(rotary_dim, self.head_dim, variant)
-        self.moves_prior = True  # with prior="em"; False for a forward that only repeats one
+        self.means_kind = check.check_choice("means", means, MEANS)
+        self.mixing = check.check_choice("mixing", mixing, MIXINGS)
+        self.moves = True  # what an M-step moves; False for a forward that only repeats one
         check.check_flag("learn_variance", learn_variance)
-        check_combination(variant, e_step, prior, dropout, feature_map, learn_variance, prior_positions, prior_momentum)
+        check_combination(
+            variant, e_step, prior, dropout, feature_map, learn_variance, prior_positions, prior_momentum, means,
+            mixing, rotary_dim,
+        )  # fmt: skip
 
         place: Options = {"device": device, "dtype": dtype}
         inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
@@ -138,16 +159,18 @@ class MixtureAttention(nn.Module):
         self.key_proj = nn.Linear(self.kdim, key_width, bias, **place)
         self.value_proj = nn.Linear(self.vdim, inner, bias, **place)
         self.out_proj = nn.Linear(inner, embed_dim, bias, **place)
-        shift = nn.Parameter(torch.empty(heads, components, self.head_dim - rotary_dim, **place))
-        self.register_parameter("shift", shift if variant in SHIFTED else None)
-        log_variance = nn.Parameter(torch.empty(heads, components, **place))
-        self.register_parameter("log_variance", log_variance if learn_variance else None)
-        log_prior = torch.empty(heads, components, *(() if prior_positions is None else (prior_positions,)), **place)
-        if prior == "em":
-            self.register_buffer("log_prior", log_prior)
-        else:
-            used = prior == "sgd" and e_step == "soft" and variant in MIXTURES
-            self.register_parameter("log_prior", nn.Parameter(log_prior) if used else None)
+        used = prior == "em" or (prior == "sgd" and e_step == "soft" and variant in MIXTURES)
+        positions = () if prior_positions is None else (prior_positions,)
+        for name, exists, shape in (
+            ("shift", variant in SHIFTED, (self.head_dim - rotary_dim,)),
+            ("log_variance", learn_variance or means == "em", ()),
+            ("log_prior", used, positions),
+        ):
+            value = torch.empty(heads, components, *shape, **place) if exists else None
+            if name in self.moving:
+                self.register_buffer(name, value)
+            else:
+                self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.feature_map = make_feature_map(feature_map, self.head_dim, device) if variant in LINEAR else "elu"
         self.reset_parameters()
 
@@ -159,6 +182,12 @@ class MixtureAttention(nn.Module):
             nn.init.constant_(self.log_variance, 0.5 * math.log(self.head_dim))
         if self.log_prior is not None:
             nn.init.constant_(self.log_prior, -math.log(self.num_components))
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """The buffers that M-steps move."""
+        prior = ("log_prior",) if self.prior_kind == "em" else ()
+        return prior + (("shift", "log_variance") if self.means_kind == "em" else ())
 
     @property
     def prior(self) -> Float[Tensor, "h m"] | Float[Tensor, "h m n"]:
@@ -253,7 +282,7 @@ class MixtureAttention(nn.Module):
             if isinstance(cache, KeyValueCache):
                 k, v = cache.append(k, v)
             if self.variant == "softmax":
-                heads, weights = self._softmax(q, k, v, seen, need_weights)
+                heads, weights = self._softmax(q, k, v, seen, query_mask, need_weights)
             elif self.variant in GAUSSIAN:
                 heads, weights = self._gaussian(q, k, v, seen, query_mask, need_weights)
             elif isinstance(cache, StateCache):
@@ -265,7 +294,7 @@ class MixtureAttention(nn.Module):
             if query_mask is not None and weights is not None:
                 weights = weights.masked_fill(~query_mask[:, None, :, None], 0)
             output = self.out_proj(heads.transpose(1, 2).flatten(2))
-        if self.prior_kind == "em" and self.training and self.moves_prior and cache is None:
+        if self.moving and self.training and self.moves and cache is None:
             self._m_step(q, k, seen, mask if query_mask is None and is_self else query_mask)
         if weights is not None:
             weights = weights.mean(1) if average_attn_weights else weights
@@ -291,18 +320,28 @@ class MixtureAttention(nn.Module):
         heads = (self.num_heads, self.head_dim)
         q, v = (x.view(*x.shape[:2], *heads).transpose(1, 2) for x in (q, v))
         if self.variant not in PROJECTED:
-            return q, k.view(*k.shape[:2], *heads).transpose(1, 2), v
-        k = k.view(*k.shape[:2], self.num_heads, self.num_components, self.head_dim)
-        return q, k.permute(0, 2, 3, 1, 4), v
+            k = k.view(*k.shape[:2], *heads).transpose(1, 2)
+        else:
+            k = k.view(*k.shape[:2], self.num_heads, self.num_components, self.head_dim).permute(0, 2, 3, 1, 4)
+        if self.mixing == "keys":
+            k = mean_key(k, self.key_shift, self.prior if self.log_prior is None else self.log_prior.exp())
+        return q, k, v
 
     @property
     def _inputs(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.query_proj, self.key_proj, self.value_proj
 
     def _softmax(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Options, need_weights: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Options,
+        query_mask: Tensor | None,
+        need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        output = softmax_attention(query, key, value, dropout_p=self._dropout_p, impl=self.impl, **seen)
+        options: Options = {"dropout_p": self._dropout_p, "query_mask": query_mask, "impl": self.impl}
+        output = softmax_attention(query, key, value, **options, **seen)
         return output, softmax_weights(query, key, **seen) if need_weights else None
 
     def _gaussian(
@@ -327,13 +366,16 @@ class MixtureAttention(nn.Module):
     def _linear(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Options, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        options: Options = {"log_prior": self.log_prior, "feature_map": self.feature_map, "impl": self.impl, **seen}
+        mixture = self._mixture(key)
+        shift = mixture["shift"]
+        options: Options = {
+            "log_prior": mixture["log_prior"], "feature_map": self.feature_map, "impl": self.impl, **seen,
+        }  # fmt: skip
         attend: Callable[[Tensor], Tensor]
-        shift = self.key_shift
         if shift is not None:
             attend = partial(smlk_attention, query, key, shift, **options)
         else:
-            attend = partial(mlk_attention, query, key if self.variant in PROJECTED else key[:, :, None], **options)
+            attend = partial(mlk_attention, query, key if key.dim() == 5 else key[:, :, None], **options)
         if not need_weights:
             return attend(value), None
         every_key = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device)  # sum_j A[i,j] e_j is a row of A
@@ -341,13 +383,14 @@ class MixtureAttention(nn.Module):
 
     def _linear_step(self, query: Tensor, key: Tensor, value: Tensor, seen: Options, cache: StateCache) -> Tensor:
         mask = None if seen["key_mask"] is None else seen["key_mask"][:, cache.length :]  # of the new keys alone
+        mixture = self._mixture(key)
         output, state = linear_step(
             cache.state,
             query,
             key,
             value,
-            self.log_prior,
-            shift=self.key_shift,
+            mixture["log_prior"],
+            shift=mixture["shift"],
             feature_map=self.feature_map,
             key_mask=mask,
         )
@@ -356,19 +399,30 @@ class MixtureAttention(nn.Module):
 
     def _mixture(self, key: Tensor) -> Options:
         """What makes a mixture of the keys, by the names of `mgk.ops`."""
-        log_prior = self.log_prior
+        log_prior, shift = self.log_prior, self.key_shift
+        if self.mixing == "keys":  # it is made
+            log_prior = shift = None
         if log_prior is not None and log_prior.dim() == 3:
             log_prior = log_prior[..., : key.shape[-2]]
-        if log_prior is not None and self.prior_kind == "em":
-            log_prior = log_prior.clone()  # a backend may keep it for backward, and the M-step writes into the buffer
+        # A backend may keep them for backward, and the M-step writes into the buffers.
+        if log_prior is not None and "log_prior" in self.moving:
+            log_prior = log_prior.clone()
+        if shift is not None and "shift" in self.moving:
+            shift = shift.clone()
         variance = None if self.log_variance is None else self.log_variance.exp()
-        return {"log_prior": log_prior, "variance": variance, "shift": self.key_shift}
+        return {"log_prior": log_prior, "variance": variance, "shift": shift}
 
     @torch.no_grad()
     def _m_step(self, query: Tensor, key: Tensor, seen: Options, query_mask: Tensor | None) -> None:
-        assert self.log_prior is not None  # the buffer of prior="em"
-        total, count = prior_statistics(query, key, **self._mixture(key), **seen, query_mask=query_mask, impl=self.impl)
-        update_log_prior(self.log_prior, total, count, self.prior_momentum)
+        mixture = self._mixture(key)  # before any of it moves
+        if self.prior_kind == "em":
+            assert self.log_prior is not None  # the buffer
+            total, count = prior_statistics(query, key, **mixture, **seen, query_mask=query_mask, impl=self.impl)
+            update_log_prior(self.log_prior, total, count, self.prior_momentum)
+        if self.means_kind == "em":
+            assert self.shift is not None  # the buffers
+            assert self.log_variance is not None
+            update_means(self.shift, self.log_variance, mixture["log_prior"], query, key, **seen, query_mask=query_mask)
 
     @property
     def _dropout_p(self) -> float:

@@ -16,7 +16,7 @@ from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import Rotation
 from mgk.ops import arguments as check
-from mgk.ops.cost import GAUSSIAN
+from mgk.ops.cost import LINEAR
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -69,8 +69,8 @@ class Block(nn.Module):
         self, x: Tensor, padding: Tensor | None, rotary: Rotation | None, cache: KeyValueCache | StateCache | None
     ) -> Tensor:
         queries = None
-        # Only these operators save anything by it; and a single query, the step of a decoder, is never padding.
-        if padding is not None and self.attention.variant in GAUSSIAN and x.shape[1] > 1:
+        # The linear family saves nothing by it; and a single query, the step of a decoder, is never padding.
+        if padding is not None and self.attention.variant not in LINEAR and x.shape[1] > 1:
             queries = padding if padding.shape[1] == x.shape[1] else padding[:, -x.shape[1] :]
         output, _ = self.attention(x, key_padding_mask=padding, query_padding_mask=queries, rotary=rotary, cache=cache)
         return self.dropout(output)  # type: ignore[no-any-return]
@@ -117,22 +117,28 @@ class Stack(nn.Module):
 
 def _with_recomputation(layer: Block, x: Tensor, padding: Tensor | None, rotary: Rotation | None) -> Tensor:
     attention = layer.attention
-    if attention.prior_kind != "em":
+    if not attention.moving:
         return checkpoint(layer, x, padding, rotary, use_reentrant=False)  # type: ignore[no-any-return]
-    before = attention.log_prior.clone()  # type: ignore[union-attr]
+    before = {name: getattr(attention, name).clone() for name in attention.moving}
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _prior_as_it_was(attention, before)
+        return nullcontext(), _as_it_was(attention, before)
 
     return checkpoint(layer, x, padding, rotary, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _prior_as_it_was(attention: MixtureAttention, before: Tensor) -> Iterator[None]:
-    """A forward that is done again reads the prior that the first one read, and takes no M-step of its own."""
-    now = attention.log_prior
-    attention.log_prior, attention.moves_prior = before, False
+def _as_it_was(attention: MixtureAttention, before: dict[str, Tensor]) -> Iterator[None]:
+    """A forward that is done again reads the buffers that the first one read, and takes no M-step of its own."""
+    now = {name: getattr(attention, name) for name in before}
+    _set(attention, before, moves=False)
     try:
         yield
     finally:
-        attention.log_prior, attention.moves_prior = now, True
+        _set(attention, now, moves=True)
+
+
+def _set(attention: MixtureAttention, buffers: dict[str, Tensor], *, moves: bool) -> None:
+    for name, value in buffers.items():
+        setattr(attention, name, value)
+    attention.moves = moves

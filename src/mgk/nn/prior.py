@@ -1,6 +1,6 @@
 """The M-step of a module's prior (the paper's setting B): a running estimate instead of a learned parameter.
 
-H heads, M components, Nk keys of this batch, N positions of a prior per position.
+B batch, H heads, M components, Nk keys of this batch, N positions of a prior per position, D width of a head.
 """
 
 from __future__ import annotations
@@ -63,9 +63,28 @@ def update_log_prior(
     else:  # processes may hold sequences of different lengths: all send N positions
         room = log_prior.shape[-1] - total.shape[-1]
         total, count = torch.nn.functional.pad(total, (0, room)), torch.nn.functional.pad(count, (0, room))
-    if dist.is_available() and dist.is_initialized():
-        sums = torch.cat([total.flatten(), count.flatten()])
-        dist.all_reduce(sums)
-        total, count = sums[: total.numel()].view_as(total), sums[total.numel() :].view_as(count)
+    total, count = over_processes(total, count)
     prior = momentum * log_prior.to(total.dtype).exp() + (1 - momentum) * total / count.clamp(min=1)
     log_prior.copy_(torch.where(count > 0, prior.log(), log_prior.to(total.dtype)))
+
+
+def mean_key(
+    key: Float[Tensor, "b h m nk d"] | Float[Tensor, "b h nk d"],
+    shift: Float[Tensor, "h m d"] | None,
+    prior: Float[Tensor, "h m"],
+) -> Float[Tensor, "b h nk d"]:
+    """sum_r prior_r k_jr: the mixture before a feature map, one key instead of M."""
+    if shift is None:
+        return torch.einsum("bhmnd,hm->bhnd", key, prior.to(key.dtype))
+    mean = (prior[..., None] * shift).sum(1)
+    return key * prior.sum(1).to(key.dtype)[:, None, None] + mean.to(key.dtype)[:, None]
+
+
+def over_processes(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Sums of each part over all processes, in one message."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return parts
+    sums = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(sums)
+    pieces = torch.split(sums, [part.numel() for part in parts])
+    return tuple(piece.view_as(part) for piece, part in zip(pieces, parts, strict=True))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mgk.data
-from mgk.reproduce.runner import RUNS
+from mgk.reproduce.runner import RESULTS, RUNS
 from mgk.train import checkpoint, config
 
 
@@ -32,9 +32,11 @@ def pack_data(names: Sequence[str], to: Path, data_root: Path | None = None) -> 
     return to.stat().st_size
 
 
-def pack_runs(to: Path, runs: Path = RUNS, limit: float = 60.0, cells: Sequence[str] = ()) -> list[str]:
-    """Unfinished runs with a checkpoint, the furthest first, up to `limit` MiB; or these cells, finished or not."""
-    chosen = [runs / name for name in cells] or unfinished(runs)
+def pack_runs(
+    to: Path, runs: Path = RUNS, limit: float = 60.0, cells: Sequence[str] = (), results: Path = RESULTS
+) -> list[str]:
+    """Runs with a checkpoint and no record, the furthest first, up to `limit` MiB; or these cells, finished or not."""
+    chosen = [runs / name for name in cells] or unfinished(runs, results)
     taken, room = [], limit * 2**20
     to.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(to, "w") as archive:  # weights do not compress; a tar keeps the links between checkpoints
@@ -47,13 +49,14 @@ def pack_runs(to: Path, runs: Path = RUNS, limit: float = 60.0, cells: Sequence[
     return taken
 
 
-def unfinished(runs: Path) -> list[Path]:
-    """Runs that were stopped, the furthest first."""
+def unfinished(runs: Path, results: Path) -> list[Path]:
+    """Runs that were stopped, the furthest first; one that was trained and not yet recorded is the furthest."""
 
     def share(run: Path) -> float:
         return float(checkpoint.read_facts(run / "last")["step"]) / config.read(run / "config.json").steps
 
-    found = [path.parent for path in runs.glob("*/*/last") if not (path.parent / "result.json").exists()]
+    found = [path.parent for path in runs.glob("*/*/last")]
+    found = [run for run in found if not results.joinpath(f"{run.relative_to(runs).as_posix()}.json").exists()]
     return sorted(found, key=lambda run: (-share(run), run))
 
 
@@ -70,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data.add_argument("names", nargs="+")
     data.add_argument("--data-root", type=Path)
     runs.add_argument("--runs", type=Path, default=RUNS)
+    runs.add_argument("--results", type=Path, default=RESULTS)
     runs.add_argument("--limit", type=float, default=60.0, help="MiB")
     runs.add_argument("--cells", nargs="+", default=())
     out.add_argument("file", type=Path)
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.command == "data":
         print(f"{chosen.to}: {pack_data(chosen.names, chosen.to, chosen.data_root) / 2**20:.1f} MiB")
     elif chosen.command == "runs":
-        print(json.dumps(pack_runs(chosen.to, chosen.runs, chosen.limit, chosen.cells)))
+        print(json.dumps(pack_runs(chosen.to, chosen.runs, chosen.limit, chosen.cells, chosen.results)))
     else:
         unpack(chosen.file, chosen.to)
 

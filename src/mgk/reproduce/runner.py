@@ -41,8 +41,8 @@ from mgk.train.files import write_text
 
 RESULTS = Path("results") / "cells"
 RUNS = Path("runs") / "reproduce"
-GRACE = 30.0  # seconds before the end at which runs are told to stop
-START = 30.0  # seconds that a run needs to get anywhere: with less, none is begun
+GRACE = 15.0  # seconds before the end at which runs are told to stop
+START = 15.0  # seconds that a run needs to get anywhere: with less, none is begun
 AGAIN = 5.0  # seconds after which a process that did not hear is told again
 
 

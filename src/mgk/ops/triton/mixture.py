@@ -17,6 +17,7 @@ import triton.language as tl
 
 from mgk.ops.triton.primitives import (
     COLUMNS,
+    COUNTS,
     EVERY,
     FAR,
     LOG2E,
@@ -212,7 +213,7 @@ def forward_block(
     tl.store(LSE + p_row + o_m, tl.where(takes_part, m + tl.log2(l), float("inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED, inverse_variance, threshold,
     inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries,
@@ -355,7 +356,7 @@ def query_block(
     store_tile(DQ + i_b * sdb + i_h * sdh, b_dq, i_m * BM, num_queries, sdn, BM, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
     Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, SEED, DO, DELTA, DQ, PART, inverse_variance,
     threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh,
@@ -527,7 +528,7 @@ def key_block(
     store_tile(DV_ + i_b * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
     Q, K, V, LW, NARROW_KEYS, VARIANCE, LSE, FAR_HEADS, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, inverse_variance,
     threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb,

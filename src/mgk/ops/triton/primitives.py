@@ -17,6 +17,8 @@ NEVER = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 COLUMNS = tl.constexpr(16)  # of the products that sum rows: the least a product has
+# Arguments whose values are not worth a kernel of their own: another batch size compiles nothing.
+COUNTS = ("BATCHES", "section", "H", "num_queries", "num_keys", "query_parts", "parts")
 EVERY, NEAR, FAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # heads a launch is for, by their reach
 
 

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from mgk.ops.triton.primitives import (
     COLUMNS,
+    COUNTS,
     EVERY,
     FAR,
     NEVER,
@@ -224,7 +225,7 @@ def forward_block(
     tl.store(p_rows + o_m, tl.where(takes_part, lse, FOREVER))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh,
     sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys, padded_queries,
@@ -389,7 +390,7 @@ def query_block(
     store_tile(DQ + i_b * sdb + i_h * sdh, b_dq * inverse_variance, i_m * BM, num_queries, sdn, BM, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
     Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, DELTA, DQ, PART, scale,
     threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh,
@@ -582,7 +583,7 @@ def key_block(
     store_tile(DV_ + i_b * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
     Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, scale,
     threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh,
