@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from mgk.hf.static import RoomCache, StaticStep
+from mgk.models import LanguageModel
 from mgk.nn import KeyValueCache, StackCache, StateCache
 
 
 class MGKCacheLayer(CacheLayerMixin):
     """One layer of an `mgk.nn.StackCache`: the attention fills it, `generate` reorders, repeats and crops it."""
 
-    def __init__(self, inner: KeyValueCache | StateCache, capacity: int = 0) -> None:
+    def __init__(self, inner: KeyValueCache | StateCache) -> None:
         super().__init__()
-        self.inner, self.capacity = inner, capacity
+        self.inner = inner
         self.is_croppable = isinstance(inner, KeyValueCache)
         self.is_initialized = True
 
@@ -40,18 +42,19 @@ class MGKCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in the first releases of Transformers 5
+
     def offload(self) -> None:
         raise ValueError("cache_implementation: expected 'dynamic' or 'static', got an offloaded one")
 
     prefetch = offload
 
     def reset(self) -> None:
+        """Empty, with the room kept."""
         kept = self.inner
-        self.inner = (
-            StateCache(kept.batch_size)
-            if isinstance(kept, StateCache)
-            else KeyValueCache(kept.batch_size, self.capacity)
-        )
+        kept.length = 0
+        if isinstance(kept, StateCache):
+            kept.state = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.inner.reorder(beam_idx)
@@ -62,8 +65,10 @@ class MGKCacheLayer(CacheLayerMixin):
             raise ValueError("cache: the linear family keeps one state and cannot go back; generate without assistant")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many positions, given as a negative number."""
-        if tokens_to_remove > 0 or -tokens_to_remove > self.inner.length:
+        """Forget so many positions, given as a negative number; or keep so many, as it was in the first releases."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.inner.length)
+        if -tokens_to_remove > self.inner.length:
             raise ValueError(f"crop: expected 0 to -{self.inner.length}, got {tokens_to_remove}")
         if tokens_to_remove:
             self.activate_past_recording()
@@ -83,10 +88,30 @@ class MGKCacheLayer(CacheLayerMixin):
 
 
 class MGKCache(Cache):
-    """The cache of a model of `mgk.hf`; `bytes` is what it holds."""
+    """The cache of a model of `mgk.hf`; `bytes` is what it holds.
 
-    def __init__(self, stack: StackCache, capacity: int = 0) -> None:
-        super().__init__(layers=[MGKCacheLayer(inner, capacity) for inner in stack.layers])
+    Args:
+        stack: of `new_cache`, empty.
+        room: reserve it for so many positions at once, and take single tokens in steps of one shape (`mgk.hf.static`).
+        graph: hold such a step in a CUDA graph, on a GPU.
+    """
+
+    def __init__(self, stack: StackCache, room: int = 0, *, graph: bool = True) -> None:
+        layers = stack.layers
+        if room:
+            layers = [RoomCache(x.batch_size, room) if isinstance(x, KeyValueCache) else x for x in layers]
+        super().__init__(layers=[MGKCacheLayer(inner) for inner in layers])
+        self.graph = graph
+        self._step: StaticStep | None = None
+
+    def step(self, model: LanguageModel, length: int) -> StaticStep | None:
+        """What takes the next `length` tokens, if it is one, its room is reserved and something is there before it."""
+        layers = [layer for layer in stack_of(self).layers if isinstance(layer, RoomCache)]
+        if length != 1 or len(layers) != len(self.layers) or not 0 < layers[0].length < layers[0].room:
+            return None
+        if self._step is None or not self._step.fits(layers):
+            self._step = StaticStep(model, layers, graph=self.graph)
+        return self._step
 
     @property
     def bytes(self) -> int:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Texts:
     calibration: Callable[[], Iterator[Batch]]
     training: Callable[[], Iterable[Batch]]
     valid: Callable[[], Iterator[Batch]]
+    test: Callable[[], Iterator[Batch]] | None = None
 
 
 def halve(
@@ -47,7 +49,7 @@ def halve(
     if is_run(folder):
         settings = run_config.read(folder / "config.json")
         model: Any = from_run(folder, which)
-        texts = _of_run(settings, data_root, windows, length)
+        texts = texts_of_run(settings, data_root, windows, length)
     else:
         model, tokenizer = AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
         if text is None:
@@ -87,36 +89,40 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         yield "similarity   " + " ".join(f"{value:.2f}" for value in report["affinity"]) + " of the pairs, by layer"
 
 
-def _of_run(settings: Config, root: str | Path | None, windows: int, length: int) -> Texts:
-    """The run's own data, with the batches of its training."""
+def texts_of_run(
+    settings: Config, root: str | Path | None, windows: int, length: int, batches: int | None = None
+) -> Texts:
+    """The run's own data, with the batches of its training; `batches` of the validation set are measured, 0 is all."""
     source = Source(dataclasses.replace(settings, workers=0), root)
 
     def named(batch: dict[str, Tensor]) -> Batch:
         if settings.kind == "vision":
             return {"pixel_values": batch["pixels"], "labels": batch["label"]}
-        if settings.kind == "language":  # its targets are its tokens, one later: the model shifts them itself
-            return {"input_ids": batch["tokens"], "labels": batch["tokens"]}
+        if settings.kind == "language":
+            return {"input_ids": batch["tokens"], "shift_labels": batch["target"]}
         return {"input_ids": batch["tokens"], "attention_mask": batch["mask"], "labels": batch["label"]}
 
     def some(count: int) -> Iterator[Batch]:
-        for step in range(count):
+        for step in range(settings.steps, settings.steps + count):  # what comes after the run's own batches
             yield named(source.training_batch(step))
 
     def calibration() -> Iterator[Batch]:
         left = windows
         for given in some(settings.steps):
-            part = {name: value[:left] for name, value in given.items() if name != "labels"}
+            part = {name: value[:left] for name, value in given.items() if "labels" not in name}
             part = {n: v if n == "pixel_values" else v[..., :length] for n, v in part.items()}
             left -= len(next(iter(part.values())))
             yield part
             if left <= 0:
                 return
 
-    def valid() -> Iterator[Batch]:
-        for given in source.evaluation(settings.data.valid, MEASURED):
+    def measured(split: str, count: int) -> Iterator[Batch]:
+        for given in source.evaluation(split, count):
             yield named(given)
 
-    return Texts(calibration, lambda: some(MOST), valid)
+    valid = partial(measured, settings.data.valid, MEASURED if batches is None else batches)
+    test = partial(measured, settings.data.test, 0)
+    return Texts(calibration, lambda: some(MOST), valid, test)
 
 
 def _of_text(tokenizer: Any, path: Path, windows: int, length: int, batch: int) -> Texts:
@@ -139,7 +145,7 @@ def _of_text(tokenizer: Any, path: Path, windows: int, length: int, batch: int) 
 @torch.no_grad()
 def _milliseconds(model: Any, batch: Batch, repeats: int = 3) -> float:
     """The best of a few forward passes."""
-    given = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
+    given = {name: value.to(model.device) for name, value in batch.items() if "labels" not in name}
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

@@ -13,6 +13,7 @@ the two heads are the same:
 4. Groups. Where G query heads share a key and a value (grouped-query attention), two groups merge, each query head of
    one with one of the other; the G pairs share the two keys and the value, and stand below each other in 1 and beside
    each other in 3.
+5. Outputs. Last, the outputs of all merged heads are fitted together: what a pair cannot write, another may.
 
 B batch, N positions, E width of the model, F = E + 1 with the bias, H heads, Hk key heads, G = H / Hk, D width of a
 head.
@@ -96,6 +97,7 @@ def merge(heads: Projections, samples: list[Sample], *, gaussian: float = 0.0) -
         parts.append(merge_groups(heads, samples, weights, (first, second), matched, gaussian))
         pairs += matched
     query, key, value, output, prior = (torch.cat([part[i] for part in parts]) for i in range(5))
+    output = _outputs(heads, samples, weights, query, key, value, output, prior, bool(gaussian))
     mean = sum(float(affinity[a, b]) for a, b in pairs) / len(pairs)
     return Mixture(query, key, value, output, prior, pairs, mean)
 
@@ -253,6 +255,27 @@ def _values(
     # Both factors of a dimension get the same size, which trains well.
     ratio = (output.norm(dim=-1).mean(0) / value.norm(dim=0)).clamp(min=1e-9).sqrt()
     return pad(value * ratio, (0, 0, 0, size - kept)), output / ratio[:, None]
+
+
+def _outputs(
+    heads: Projections, samples: list[Sample], weights: list[Tensor], query: Tensor, key: Tensor, value: Tensor,
+    output: Float[Tensor, "h d e"], prior: Tensor, gaussian: bool,
+) -> Float[Tensor, "h d e"]:  # fmt: skip
+    """Step 5: with all else fixed, min |sum_h A_h X V_h O_h - Y|^2 over the outputs of all merged heads together."""
+    groups = len(query) // len(key)
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    size = output.shape[0] * output.shape[1]
+    gram = torch.zeros(size, size, dtype=output.dtype)
+    cross = torch.zeros(size, output.shape[-1], dtype=output.dtype)
+    for sample, weight in zip(samples, weights, strict=True):
+        scores = torch.stack([_scores(query, key[:, r], sample, heads.scale, gaussian) for r in range(2)], -1)
+        mixed = (scores + prior[:, None, None, None]).logsumexp(-1).softmax(-1).nan_to_num(0)
+        seen = (mixed @ (sample.x @ value[:, None]))[:, sample.real].transpose(0, 1).flatten(1)
+        wrote = sum(_written(heads, sample, weight, h, h // heads.groups) for h in range(len(heads.query)))
+        gram += seen.mT @ seen
+        cross += seen.mT @ wrote
+    fitted: Tensor = torch.linalg.solve(gram + _ridge(gram), cross + _ridge(gram, of=output.flatten(0, 1)))
+    return fitted.view_as(output)
 
 
 def _written(heads: Projections, sample: Sample, weight: Tensor, head: int, group: int) -> Float[Tensor, "t e"]:

@@ -185,7 +185,7 @@ def _inputs(model: PreTrainedModel, module: nn.Module, batch: Batch) -> tuple[tu
     training = model.training
     try:
         model.eval()
-        model(**{name: value.to(model.device) for name, value in batch.items() if name != "labels"})
+        model(**{name: value.to(model.device) for name, value in batch.items() if "labels" not in name})
     except _Stop:
         pass
     finally:

@@ -174,27 +174,40 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             use_cache: return a cache; by default only if one was passed.
             logits_to_keep: logits of so many last positions alone; 0 is all.
             num_items_in_batch: what the summed loss is divided by, for `Trainer` and its accumulation of gradients.
+            kwargs: `shift_labels` (B,N), the targets themselves, in place of `labels`: for parts of a sequence that is
+                shared out between devices. (By name `Trainer` would take it for a label that is always there.)
         """
+        shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
+        hooked = kwargs.get("output_hidden_states", self.config.output_hidden_states)
         check_options(kwargs)
         if past_key_values is not None or use_cache:
             fresh = self.mgk.new_cache(len(input_ids))
             past_key_values = MGKCache(fresh) if past_key_values is None else adopt(past_key_values, fresh)
-        if labels is not None and past_key_values is not None:
-            raise ValueError("labels: expected None with a cache, whose calls are not differentiated")
+        if shift_labels is not None or labels is not None:
+            if past_key_values is not None:
+                raise ValueError("labels: expected None with a cache, whose calls are not differentiated")
+            if logits_to_keep:
+                raise ValueError(f"logits_to_keep: expected 0 with labels, got {logits_to_keep}")
+        if isinstance(past_key_values, MGKCache) and not hooked:
+            step = past_key_values.step(self.mgk, input_ids.shape[1])
+            if step is not None:
+                mask = None if attention_mask is None else attention_mask.bool()
+                found: Any = step(input_ids, mask, positions_of(position_ids, input_ids))
+                return CausalLMOutputWithPast(logits=found, past_key_values=past_key_values)
         cache = None if past_key_values is None else stack_of(past_key_values)
         mask, positions = real_tokens(attention_mask), positions_of(position_ids, input_ids)
         hidden = self.mgk.hidden(input_ids, mask, positions, cache, last=logits_to_keep or None)
         weight = self.mgk.encoder.tokens.weight
         loss = logits = None
-        if labels is not None:
-            if logits_to_keep:
-                raise ValueError(f"logits_to_keep: expected 0 with labels, got {logits_to_keep}")
-            target = labels[:, 1:].flatten().long()
-            losses = self.mgk.output.losses(hidden[:, :-1].flatten(0, 1), weight, target)
+        if labels is not None and shift_labels is None:
+            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        if shift_labels is not None:
+            target = shift_labels.flatten().long()
+            losses = self.mgk.output.losses(hidden.flatten(0, 1), weight, target)
             loss = losses.sum() / (
                 (target != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             )
-        if labels is None or not self.training:
+        if shift_labels is None or not self.training:
             logits = self.mgk.output(hidden, weight)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
@@ -222,11 +235,12 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             return
-        if kind not in (None, "dynamic", "static"):
+        if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise ValueError(f"cache_implementation: expected 'dynamic' or 'static' for this model, got {kind!r}")
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         room = max_cache_length if kind == "static" else 0
-        model_kwargs["past_key_values"] = MGKCache(self.mgk.new_cache(rows, room), room)
+        graph = not generation_config.disable_compile
+        model_kwargs["past_key_values"] = MGKCache(self.mgk.new_cache(rows), room, graph=graph)
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):

@@ -192,7 +192,7 @@ def forward_block(
             DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
-        for start in range(full, stop, BN):
+        for start in tl.range(full, stop, BN, num_stages=1):
             acc, m, l = forward_step(
                 start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, p_w, SEED, i_bh, i_m, offset, threshold, num_keys,
                 padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, FIXED, NARROW, VARIANCES, CAUSAL, True, KEY_MASK,
@@ -338,7 +338,7 @@ def query_block(
             CAUSAL, False, KEY_MASK, DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
-        for start in range(full, stop, BN):
+        for start in tl.range(full, stop, BN, num_stages=1):
             b_dq, drow = query_step(
                 start, b_q, b_do, b_dq, drow, row, inverse, lse, delta, p_k, p_v, p_lw, p_w, SEED, i_bh, i_m, offset,
                 threshold, inverse_keep, num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, NARROW,
@@ -489,21 +489,16 @@ def key_block(
         tl.zeros([BN, BV], tl.float32),
         zeros_tuple([BN, COLUMNS], 1) if NARROW else zeros_tuple([BN], M),
     )
-    if CAUSAL:
-        for start in range(begin, visible, BM):
-            b_dk, b_dv, dw = key_step(
-                start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
-                threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, True,
-                KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
-            )  # fmt: skip
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
             start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
             threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, False,
             KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
-    if not EVEN:
-        for start in range(tl.maximum(visible, whole), stop, BM):
+    if CAUSAL or not EVEN:
+        diagonal, tail = tl.cdiv(visible - begin, BM), tl.maximum(visible, whole)
+        for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), BM), num_stages=1):
+            start = tl.where(i < diagonal, begin + i * BM, tail + (i - diagonal) * BM)
             b_dk, b_dv, dw = key_step(
                 start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
                 threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, True,

@@ -199,7 +199,7 @@ def forward_block(
             KEY_MASK, DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
-        for start in range(full, stop, BN):
+        for start in tl.range(full, stop, BN, num_stages=1):
             acc, m, l = forward_step(
                 start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
                 inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL,
@@ -365,7 +365,7 @@ def query_block(
             False, KEY_MASK, DROPOUT, PRECISION, NARROW, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
-        for start in range(full, stop, BN):
+        for start in tl.range(full, stop, BN, num_stages=1):
             b_dq, du = query_step(
                 start, b_q, b_do, b_dq, du, mixing, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
                 offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL,
@@ -535,21 +535,16 @@ def key_block(
         dw = zeros_tuple([BN, COLUMNS], 1)
     else:
         dw = zeros_tuple([BN], M)
-    if CAUSAL:
-        for start in range(begin, visible, BM):
-            b_dk, b_dv, dw = key_step(
-                start, b_k, b_v, b_dk, b_dv, dw, hide, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED,
-                i_bh, i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV,
-                M, ROAD, CAUSAL, True, KEY_MASK or not EVEN, DROPOUT, PRECISION, NARROW, BM, BN,
-            )  # fmt: skip
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
             start, b_k, b_v, b_dk, b_dv, dw, hide, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED, i_bh,
             i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD,
             CAUSAL, False, KEY_MASK or not EVEN, DROPOUT, PRECISION, NARROW, BM, BN,
         )  # fmt: skip
-    if not EVEN:
-        for start in range(tl.maximum(visible, whole), stop, BM):
+    if CAUSAL or not EVEN:
+        diagonal, tail = tl.cdiv(visible - begin, BM), tl.maximum(visible, whole)
+        for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), BM), num_stages=1):
+            start = tl.where(i < diagonal, begin + i * BM, tail + (i - diagonal) * BM)
             b_dk, b_dv, dw = key_step(
                 start, b_k, b_v, b_dk, b_dv, dw, hide, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED,
                 i_bh, i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV,

@@ -18,12 +18,12 @@ class Tile(NamedTuple):
 
 # (family, pass, block width) -> tile, for half precision on compute capability 9.0
 TABLE: dict[tuple[str, str, int], Tile] = {
-    ("shifted", "forward", 16): Tile(128, 64, 4, 3),
-    ("shifted", "forward", 32): Tile(128, 64, 4, 3),
+    ("shifted", "forward", 16): Tile(64, 64, 4, 3),
+    ("shifted", "forward", 32): Tile(128, 64, 4, 3, 168),
     ("shifted", "forward", 64): Tile(128, 64, 4, 3),
     ("shifted", "forward", 128): Tile(128, 64, 8, 3),
     ("shifted", "query", 16): Tile(128, 64, 4, 3),
-    ("shifted", "query", 32): Tile(64, 64, 4, 3),
+    ("shifted", "query", 32): Tile(128, 64, 4, 3),
     ("shifted", "query", 64): Tile(64, 64, 4, 3),
     ("shifted", "query", 128): Tile(128, 64, 8, 2),
     ("shifted", "key", 16): Tile(32, 64, 4, 3),
@@ -31,16 +31,16 @@ TABLE: dict[tuple[str, str, int], Tile] = {
     ("shifted", "key", 64): Tile(64, 64, 4, 3),
     ("shifted", "key", 128): Tile(64, 128, 8, 2),
     ("mixture", "forward", 16): Tile(64, 64, 4, 3),
-    ("mixture", "forward", 32): Tile(128, 64, 4, 3),
-    ("mixture", "forward", 64): Tile(128, 64, 4, 3),
+    ("mixture", "forward", 32): Tile(64, 64, 4, 3),
+    ("mixture", "forward", 64): Tile(64, 64, 4, 3),
     ("mixture", "forward", 128): Tile(128, 64, 8, 3),
     ("mixture", "query", 16): Tile(64, 64, 4, 3),
     ("mixture", "query", 32): Tile(64, 64, 4, 3),
     ("mixture", "query", 64): Tile(64, 64, 4, 3),
     ("mixture", "query", 128): Tile(128, 64, 8, 2),
     ("mixture", "key", 16): Tile(32, 64, 4, 3),
-    ("mixture", "key", 32): Tile(64, 64, 4, 3),
-    ("mixture", "key", 64): Tile(64, 64, 4, 3),
+    ("mixture", "key", 32): Tile(32, 64, 4, 3),
+    ("mixture", "key", 64): Tile(32, 64, 4, 3),
     ("mixture", "key", 128): Tile(32, 64, 4, 2),
 }
 
