@@ -289,11 +289,14 @@ def query_step(
         g = tl.exp2(s * scale - lse[:, None]) * slope
         if NARROW:
             g = g.to(b_k.dtype)
-            new = (du[0],)
-            if M > 1:
+            w = load_vectors(p_narrow, start, padded_keys, BN, M)
+            if MASKED:  # in a loop without a pipeline Triton 3.6 makes this product read beyond the shared memory
+                for r in tl.static_range(1, M):
+                    share = tl.sum((g * w[r][None, :]).to(tl.float32), 1)
+                    new = (new[0] + tl.where(tl.arange(0, COLUMNS)[None, :] == r, share[:, None], 0.0),)
+            elif M > 1:
                 b_w = load_tile(p_columns, start, padded_keys, COLUMNS, BN, COLUMNS, COLUMNS, False)  # [BN, COLUMNS]
                 new = (tl.dot(g, b_w, du[0]),)
-            w = load_vectors(p_narrow, start, padded_keys, BN, M)
         else:
             w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
             for r in tl.static_range(1, M):
