@@ -188,6 +188,26 @@ def test_query_mask_and_padding(variant: str) -> None:
     assert_close(case.inputs(torch.float32), {"key_mask": mask, "query_mask": mask})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_hidden_keys_hold_does_not_matter(variant: str, e_step: str, dtype: torch.dtype) -> None:
+    """Whole tiles of them, single ones between others, and the last ones: no value of theirs reaches any number."""
+    case = replace(CASE, variant=variant, e_step=e_step, B=2, Nq=50, Nk=70, masked=False)
+    mask = torch.arange(70)[None] < torch.tensor([43, 70])[:, None]
+    mask[1, [0, 5, 40]] = False
+    mask[1, 16:33] = False
+    inputs = case.inputs(dtype)
+    results = []
+    for content in (0.0, 3e4):
+        key = inputs["key"].detach().clone()
+        key.movedim(-2, 1)[~mask] = content
+        results.append(run({**inputs, "key": key}, "triton", {"key_mask": mask}))
+    for name, one, other in zip(["output", *inputs], *results, strict=True):
+        assert other.isfinite().all(), name
+        assert torch.equal(one, other), name
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dropout_shows_one_mask_forward_and_backward(variant: str) -> None:
     """With the identity for values the output is the dropped weights; the gradients are those of that mask."""

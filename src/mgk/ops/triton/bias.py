@@ -184,14 +184,16 @@ def shifted_bias(
 
 @triton.jit
 def ends_of(p_mask, length, BLOCK: tl.constexpr):
-    """The first place that a mask takes and one past the last; `length` and 0 if it takes none."""
+    """The first place that a mask takes, one past the last (`length` and 0 if it takes none); the first it does not."""
     first, last = tl.full([BLOCK], 0, tl.int32) + length, tl.zeros([BLOCK], tl.int32)
+    hole = first
     for start in range(0, length, BLOCK):
         o = start + tl.arange(0, BLOCK)
         taken = tl.load(p_mask + o, mask=o < length, other=0) != 0
         first = tl.minimum(first, tl.where(taken, o, length))
         last = tl.maximum(last, tl.where(taken, o + 1, 0))
-    return tl.min(first, 0), tl.max(last, 0)
+        hole = tl.minimum(hole, tl.where(taken, length, o))
+    return tl.min(first, 0), tl.max(last, 0), tl.min(hole, 0)
 
 
 @triton.jit
@@ -199,22 +201,23 @@ def span_kernel(
     QUERY_MASK, KEY_MASK, SPAN, num_queries, num_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
 ):
     i_b = tl.program_id(0).to(tl.int64)
-    last_query, last_key, first_key = num_queries, num_keys, 0
+    last_query, last_key, first_key, hole = num_queries, num_keys, 0, num_keys
     if QUERIES:
-        _, last_query = ends_of(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
+        _, last_query, _ = ends_of(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
     if KEYS:
-        first_key, last_key = ends_of(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
-    tl.store(SPAN + 3 * i_b, last_query)
-    tl.store(SPAN + 3 * i_b + 1, last_key)
-    tl.store(SPAN + 3 * i_b + 2, first_key)
+        first_key, last_key, hole = ends_of(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
+    tl.store(SPAN + 4 * i_b, last_query)
+    tl.store(SPAN + 4 * i_b + 1, last_key)
+    tl.store(SPAN + 4 * i_b + 2, first_key)
+    tl.store(SPAN + 4 * i_b + 3, hole)
 
 
 def spans(query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
-    """For each batch one past the last query and the last key that take part, and the first key; None if all do."""
+    """For each batch one past the last query and key that take part, the first key, and the first that is hidden."""
     if query_mask is None and key_mask is None:
         return None
     masks = [mask for mask in (query_mask, key_mask) if mask is not None]
-    result = torch.empty(masks[0].shape[0], 3, device=masks[0].device, dtype=torch.int32)
+    result = torch.empty(masks[0].shape[0], 4, device=masks[0].device, dtype=torch.int32)
     launch(
         span_kernel, (result.shape[0],), as_bytes(query_mask), as_bytes(key_mask), result, num_queries, num_keys,
         query_mask is not None, key_mask is not None, 1024,

@@ -37,6 +37,7 @@ from mgk.ops.triton.primitives import (
     split_columns,
     store_tile,
     unit_column,
+    where_tuple,
     work_of,
     zeros_tuple,
 )
@@ -70,12 +71,12 @@ def row_biases(b_q, inverse, M: tl.constexpr, VARIANCES: tl.constexpr):
 @triton.jit
 def tile_scores(
     b_q, p_k, p_lw, start, i_m, offset, row, inverse, num_keys, padded_keys, stride_km, stride_k, D: tl.constexpr,
-    BD: tl.constexpr, M: tl.constexpr, LIGHT: tl.constexpr, HIDE: tl.constexpr, VARIANCES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, LIGHT: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """l in base 2 (LIGHT: less its key bias), -inf where hidden, and the keys.  # M x [BM, BN], M x [BN, BD]"""
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
-    if HIDE or not LIGHT:
+    if MASKED or not LIGHT:
         log_w = load_vectors(p_lw, start, padded_keys, BN, M)
     result, keys = (), ()
     for r in tl.static_range(M):
@@ -83,7 +84,7 @@ def tile_scores(
         x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (inverse[r] * LOG2E)
         if not LIGHT:
             x += log_w[r][None, :]
-        elif HIDE:
+        elif MASKED:
             x += tl.where(log_w[0] == NEVER, NEVER, 0.0)[None, :]
         if VARIANCES:
             x += row[r][:, None]
@@ -119,13 +120,13 @@ def forward_step(
     start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, p_w, p_seed, i_bh, i_m, offset, threshold, num_keys,
     padded_keys, stride_km, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     M: tl.constexpr, HARD: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     LIGHT: tl.constexpr = NARROW and not HARD
     x, _ = tile_scores(
         b_q, p_k, p_lw, start, i_m, offset, row, inverse, num_keys, padded_keys, stride_km, stride_k, D, BD, M, LIGHT,
-        KEY_MASK or MASKED, VARIANCES, CAUSAL, MASKED, PRECISION, BM, BN,
+        VARIANCES, CAUSAL, MASKED, PRECISION, BM, BN,
     )  # fmt: skip
     if LIGHT:
         p = light_parts(x, m, load_vectors(p_w, start, padded_keys, BN, M), b_q.dtype, False, M)
@@ -179,7 +180,7 @@ def forward_block(
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
     row = row_biases(b_q, inverse, M, VARIANCES)
 
-    full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
+    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
     if FIXED:
         m = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) * (0.5 * LOG2E * inverse_variance)
     else:
@@ -188,15 +189,15 @@ def forward_block(
     for start in range(0, full, BN):
         acc, m, l = forward_step(
             start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, p_w, SEED, i_bh, i_m, offset, threshold, num_keys,
-            padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, FIXED, NARROW, VARIANCES, CAUSAL, False, KEY_MASK,
-            DROPOUT, PRECISION, BM, BN,
+            padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, FIXED, NARROW, VARIANCES, CAUSAL, False, DROPOUT,
+            PRECISION, BM, BN,
         )  # fmt: skip
-    if CAUSAL or not EVEN:
+    if CAUSAL or KEY_MASK or not EVEN:
         for start in tl.range(full, stop, BN, num_stages=1):
             acc, m, l = forward_step(
                 start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, p_w, SEED, i_bh, i_m, offset, threshold, num_keys,
-                padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, FIXED, NARROW, VARIANCES, CAUSAL, True, KEY_MASK,
-                DROPOUT, PRECISION, BM, BN,
+                padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, FIXED, NARROW, VARIANCES, CAUSAL, True, DROPOUT,
+                PRECISION, BM, BN,
             )  # fmt: skip
     if NARROW:
         l = tl.sum(l, 1)
@@ -264,15 +265,15 @@ def query_step(
     start, b_q, b_do, b_dq, drow, row, inverse, lse, delta, p_k, p_v, p_lw, p_w, p_seed, i_bh, i_m, offset, threshold,
     inverse_keep, num_keys, padded_keys, stride_km, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr,
-    VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One key tile's share of dq (times s2, with one variance) and of the row biases."""
     b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
     LIGHT: tl.constexpr = NARROW and not HARD
     x, keys = tile_scores(
         b_q, p_k, p_lw, start, i_m, offset, row, inverse, num_keys, padded_keys, stride_km, stride_k, D, BD, M, LIGHT,
-        KEY_MASK or MASKED, VARIANCES, CAUSAL, MASKED, PRECISION, BM, BN,
+        VARIANCES, CAUSAL, MASKED, PRECISION, BM, BN,
     )  # fmt: skip
     slope = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
     if DROPOUT:
@@ -329,20 +330,20 @@ def query_block(
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
     row = row_biases(b_q, inverse, M, VARIANCES)
 
-    full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
+    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
     b_dq, drow = tl.zeros([BM, BD], tl.float32), zeros_tuple([BM], M)
     for start in range(0, full, BN):
         b_dq, drow = query_step(
             start, b_q, b_do, b_dq, drow, row, inverse, lse, delta, p_k, p_v, p_lw, p_w, SEED, i_bh, i_m, offset,
             threshold, inverse_keep, num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, NARROW, VARIANCES,
-            CAUSAL, False, KEY_MASK, DROPOUT, PRECISION, BM, BN,
+            CAUSAL, False, DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
-    if CAUSAL or not EVEN:
+    if CAUSAL or KEY_MASK or not EVEN:
         for start in tl.range(full, stop, BN, num_stages=1):
             b_dq, drow = query_step(
                 start, b_q, b_do, b_dq, drow, row, inverse, lse, delta, p_k, p_v, p_lw, p_w, SEED, i_bh, i_m, offset,
                 threshold, inverse_keep, num_keys, padded_keys, skm, skn, svn, D, DV, BD, BV, M, HARD, NARROW,
-                VARIANCES, CAUSAL, True, KEY_MASK, DROPOUT, PRECISION, BM, BN,
+                VARIANCES, CAUSAL, True, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
     if VARIANCES:
         norm = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
@@ -397,8 +398,8 @@ def key_step(
     start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, p_seed, i_bh, i_n, offset,
     threshold, inverse_keep, num_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, HIDE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dk, dv and the key biases, keys down and queries across."""
     o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
@@ -417,8 +418,6 @@ def key_step(
         y = tl.dot(keys[r], tl.trans(b_q), input_precision=PRECISION) * (inverse[r] * LOG2E)
         if not LIGHT:
             y += log_w[r][:, None]
-        elif HIDE:
-            y += tl.where(log_w[0] == NEVER, NEVER, 0.0)[:, None]
         if VARIANCES:
             y += row[r][None, :]
         if CAUSAL and MASKED:
@@ -493,7 +492,7 @@ def key_block(
         b_dk, b_dv, dw = key_step(
             start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
             threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, False,
-            KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
+            DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         diagonal, tail = tl.cdiv(visible - begin, BM), tl.maximum(visible, whole)
@@ -502,10 +501,14 @@ def key_block(
             b_dk, b_dv, dw = key_step(
                 start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
                 threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, True,
-                KEY_MASK or not EVEN, DROPOUT, PRECISION, BM, BN,
+                DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
     if NARROW:
         dw = split_columns(dw[0], M)
+        if KEY_MASK or not EVEN:  # a hidden key has whatever is in its own rows
+            seen = log_w[0] != NEVER
+            b_dv, dw = tl.where(seen[:, None], b_dv, 0.0), where_tuple(seen, dw, M)
+            b_dk = where_tuple(seen[:, None], b_dk, M)
     if DROPOUT:
         b_dv *= inverse_keep
 

@@ -24,8 +24,8 @@ EVERY, NEAR, FAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # heads a 
 
 @triton.jit
 def load_tile(
-    p_base, start, num_rows, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, AGAIN: tl.constexpr = False,
+    p_base, start, num_rows, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    AGAIN: tl.constexpr = False,
 ):  # fmt: skip
     """Rows `start` and on of a matrix whose last dimension is contiguous, zero outside of it.  # [ROWS, BLOCK]
 
@@ -71,6 +71,14 @@ def zeros_tuple(shape: tl.constexpr, M: tl.constexpr):
     for _ in tl.static_range(M):
         blocks = blocks + (tl.zeros(shape, tl.float32),)
     return blocks
+
+
+@triton.jit
+def where_tuple(condition, blocks, M: tl.constexpr):
+    result = ()
+    for r in tl.static_range(M):
+        result = result + (tl.where(condition, blocks[r], 0.0),)
+    return result
 
 
 @triton.jit
@@ -154,7 +162,7 @@ def dropout(
 def key_range(p_span, i_batch, num_queries, num_keys, SPANS: tl.constexpr):
     """How many queries and keys of this batch take part, up to the last that does."""
     if SPANS:
-        num_queries, num_keys = tl.load(p_span + 3 * i_batch), tl.load(p_span + 3 * i_batch + 1)
+        num_queries, num_keys = tl.load(p_span + 4 * i_batch), tl.load(p_span + 4 * i_batch + 1)
     return num_queries, num_keys
 
 
@@ -163,7 +171,7 @@ def sees_a_key(p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPA
     """Which of the queries `o_m` are before the end of those that take part and see at least one key."""
     first_key, last_query = 0, 2147483647
     if SPANS:
-        last_query, first_key = tl.load(p_span + 3 * i_batch), tl.load(p_span + 3 * i_batch + 2)
+        last_query, first_key = tl.load(p_span + 4 * i_batch), tl.load(p_span + 4 * i_batch + 2)
     sees = (o_m < last_query) & (first_key < num_keys)
     if CAUSAL:
         sees = sees & (o_m + offset >= first_key)
@@ -184,7 +192,10 @@ def online_softmax(x_max, m):
 
 
 @triton.jit
-def key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def key_tiles(
+    i_m, i_batch, p_span, offset, last_query, last_key, num_keys, CAUSAL: tl.constexpr, KEY_MASK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """Up to where a query block's key tiles are whole and hide nothing, and where its keys end."""
     stop = last_key
     if CAUSAL:
@@ -194,6 +205,8 @@ def key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL: tl.constexpr,
     full = tl.minimum(tl.cdiv(tl.maximum(stop, 0), BN), num_keys // BN) * BN
     if CAUSAL:
         full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
+    if KEY_MASK:
+        full = tl.minimum(full, tl.load(p_span + 4 * i_batch + 3) // BN * BN)
     return full, stop
 
 

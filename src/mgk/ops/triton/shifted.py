@@ -47,6 +47,7 @@ from mgk.ops.triton.primitives import (
     split_columns,
     store_tile,
     unit_column,
+    where_tuple,
     work_of,
     zeros_tuple,
 )
@@ -107,8 +108,8 @@ def forward_step(
     start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, p_seed, i_bh, i_m, offset, scale, threshold, inverse_keep,
     num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     M: tl.constexpr, ROAD: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, BEST: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """`rows` are the rho, on the safe road the log_u, with the hard E-step the leads."""
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
@@ -117,7 +118,7 @@ def forward_step(
     if CAUSAL and MASKED:
         s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
     if ROAD == LIGHT:
-        if KEY_MASK or MASKED:
+        if MASKED:
             s += load_vector(p_keys, start, BN)[None, :]
         m_safe = m
         if not FIXED:
@@ -186,7 +187,7 @@ def forward_block(
         rows = cast_tuple(rows, b_q.dtype, M)
         p_narrow += i_bh.to(tl.int64) * M * padded_keys
 
-    full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
+    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
     if FIXED:
         m = load_vector(p_rows, i_m * BM, BM)
     else:
@@ -196,14 +197,14 @@ def forward_block(
         acc, m, l = forward_step(
             start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
             inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, False,
-            KEY_MASK, DROPOUT, PRECISION, BM, BN,
+            DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
-    if CAUSAL or not EVEN:
+    if CAUSAL or KEY_MASK or not EVEN:
         for start in tl.range(full, stop, BN, num_stages=1):
             acc, m, l = forward_step(
                 start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
                 inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL,
-                True, KEY_MASK, DROPOUT, PRECISION, BM, BN,
+                True, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
 
     if NARROW:
@@ -265,8 +266,7 @@ def query_step(
     start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, p_seed, i_bh, i_m, offset,
     scale, threshold, inverse_keep, num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One key tile's share of dq and, after the first component, of dlog_u; on the light road that lacks its rho.
 
@@ -284,7 +284,7 @@ def query_step(
     slope -= delta[:, None]
     new = (du[0],)
     if ROAD == LIGHT:
-        if KEY_MASK or MASKED:
+        if MASKED:
             s += load_vector(p_keys, start, BN)[None, :]
         g = tl.exp2(s * scale - lse[:, None]) * slope
         if NARROW:
@@ -355,7 +355,7 @@ def query_block(
         p_narrow += i_bh.to(tl.int64) * M * padded_keys
         p_columns += i_bh.to(tl.int64) * COLUMNS * padded_keys
 
-    full, stop = key_tiles(i_m, offset, last_query, last_key, num_keys, CAUSAL, BM, BN)
+    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
     b_dq = tl.zeros([BM, BD], tl.float32)
     if NARROW:
         du = zeros_tuple([BM, COLUMNS], 1)
@@ -365,14 +365,14 @@ def query_block(
         b_dq, du = query_step(
             start, b_q, b_do, b_dq, du, mixing, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
             offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL,
-            False, KEY_MASK, DROPOUT, PRECISION, NARROW, BM, BN,
+            False, DROPOUT, PRECISION, NARROW, BM, BN,
         )  # fmt: skip
-    if CAUSAL or not EVEN:
+    if CAUSAL or KEY_MASK or not EVEN:
         for start in tl.range(full, stop, BN, num_stages=1):
             b_dq, du = query_step(
                 start, b_q, b_do, b_dq, du, mixing, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
                 offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL,
-                True, KEY_MASK, DROPOUT, PRECISION, NARROW, BM, BN,
+                True, DROPOUT, PRECISION, NARROW, BM, BN,
             )  # fmt: skip
     if NARROW:
         du = split_columns(du[0], M)
@@ -431,11 +431,10 @@ def query_kernel(
 
 @triton.jit
 def key_step(
-    start, b_k, b_v, b_dk, b_dv, dw, hide, w, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, p_seed, i_bh, i_n,
-    offset, scale, threshold, inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, HIDE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    start, b_k, b_v, b_dk, b_dv, dw, w, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, p_seed, i_bh, i_n, offset,
+    scale, threshold, inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dk, dv and dlog_w, keys down and queries across; on the light road dlog_w lacks its w.
 
@@ -461,8 +460,6 @@ def key_step(
     slope -= delta[None, :]
     new = ()
     if ROAD == LIGHT:
-        if HIDE:
-            s += hide[:, None]
         e = tl.exp2(s * scale - lse[None, :])
         g = e * slope
         if NARROW:
@@ -524,7 +521,6 @@ def key_block(
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
     b_k = load_tile(K + i_b * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True)  # [BN, BD]
     b_v = load_tile(V + i_b * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
-    hide = load_vector(p_keys, i_n * BN, BN)
     w = load_vectors(p_keys + (1 if ROAD == LIGHT else 1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)
 
     begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, CAUSAL, BM, BN)
@@ -540,18 +536,18 @@ def key_block(
         dw = zeros_tuple([BN], M)
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
-            start, b_k, b_v, b_dk, b_dv, dw, hide, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED, i_bh,
-            i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD,
-            CAUSAL, False, KEY_MASK or not EVEN, DROPOUT, PRECISION, NARROW, BM, BN,
+            start, b_k, b_v, b_dk, b_dv, dw, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED, i_bh, i_n,
+            offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD,
+            CAUSAL, False, DROPOUT, PRECISION, NARROW, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         diagonal, tail = tl.cdiv(visible - begin, BM), tl.maximum(visible, whole)
         for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), BM), num_stages=1):
             start = tl.where(i < diagonal, begin + i * BM, tail + (i - diagonal) * BM)
             b_dk, b_dv, dw = key_step(
-                start, b_k, b_v, b_dk, b_dv, dw, hide, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED,
-                i_bh, i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV,
-                M, ROAD, CAUSAL, True, KEY_MASK or not EVEN, DROPOUT, PRECISION, NARROW, BM, BN,
+                start, b_k, b_v, b_dk, b_dv, dw, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED, i_bh,
+                i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M,
+                ROAD, CAUSAL, True, DROPOUT, PRECISION, NARROW, BM, BN,
             )  # fmt: skip
     if NARROW:
         dw = split_columns(dw[0], M)
@@ -566,6 +562,10 @@ def key_block(
     else:
         for r in tl.static_range(M):
             dlog_w = dlog_w + (dw[r] * w[r] if ROAD == LIGHT else dw[r],)
+    if ROAD == LIGHT and (KEY_MASK or not EVEN):  # a hidden key has whatever is in its own rows
+        seen = load_vector(p_keys, i_n * BN, BN) == 0
+        b_dk, b_dv = tl.where(seen[:, None], b_dk, 0.0), tl.where(seen[:, None], b_dv, 0.0)
+        dlog_w = where_tuple(seen, dlog_w, M)
 
     p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * (BD + 1)
     b_k = load_tile(K + i_b * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True, True)

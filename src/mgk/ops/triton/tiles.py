@@ -29,7 +29,7 @@ TABLE: dict[tuple[str, str, int], Tile] = {
     ("shifted", "key", 16): Tile(32, 64, 4, 3),
     ("shifted", "key", 32): Tile(32, 64, 4, 3, 128),
     ("shifted", "key", 64): Tile(64, 64, 4, 3),
-    ("shifted", "key", 128): Tile(64, 128, 8, 2),
+    ("shifted", "key", 128): Tile(32, 128, 8, 2),
     ("mixture", "forward", 16): Tile(64, 64, 4, 3),
     ("mixture", "forward", 32): Tile(64, 64, 4, 3),
     ("mixture", "forward", 64): Tile(64, 64, 4, 3),
