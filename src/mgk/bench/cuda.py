@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -315,32 +316,44 @@ def growth() -> dict[str, float]:
     return result
 
 
-def modules(shapes: tuple[Shape, ...]) -> list[dict[str, Any]]:
-    """A whole attention layer, projections included: sMGK at half the heads against softmax at all of them."""
+def module_times(shape: Shape, variant: str, ready: Callable[[], Any] = int) -> dict[str, float]:
+    """Milliseconds forward+backward of a whole attention layer, projections included; `ready` is called between
+    compiling and timing.
+    """
     from mgk.nn import MixtureAttention
 
+    batch, heads, length, width, causal = shape
+    count = heads if variant == "softmax" else heads // 2
+    layer = MixtureAttention(heads * width, count, variant=variant, head_dim=width, causal=causal).to("cuda", DTYPE)
+    x = torch.randn(batch, length, heads * width, device="cuda", dtype=DTYPE, requires_grad=True)
+    grad, leaves = torch.randn_like(x), [x, *layer.parameters()]
+
+    def train(module: Any) -> Any:
+        return torch.autograd.grad(module(x)[0], leaves, grad)
+
+    forms = {"eager": layer, "compiled": torch.compile(layer, fullgraph=True)}
+    for module in forms.values():
+        train(module)
+    ready()
+    times: dict[str, float] = {}
+    for name, module in forms.items():
+        work = partial(train, module)
+        times |= {name: time_it(work), f"{name}, graph": graph_milliseconds(work)}
+    return times
+
+
+def modules(shapes: tuple[Shape, ...]) -> list[dict[str, Any]]:
+    """sMGK at half the heads against softmax at all of them."""
     rows = []
     for shape in shapes:
-        batch, heads, length, width, causal = shape
-        times: dict[str, dict[str, float]] = {}
-        for variant, count in (("softmax", heads), ("smgk", heads // 2)):
-            torch.cuda.empty_cache()
-            layer = MixtureAttention(heads * width, count, variant=variant, head_dim=width, causal=causal).to(
-                "cuda", DTYPE
-            )
-            x = torch.randn(batch, length, heads * width, device="cuda", dtype=DTYPE, requires_grad=True)
-            grad = torch.randn_like(x)
-            leaves = [x, *layer.parameters()]
-            compiled = torch.compile(layer, fullgraph=True)
-            times[variant] = {}
-            for name, module in (("eager", layer), ("compiled", compiled)):
-                train = lambda: torch.autograd.grad(module(x)[0], leaves, grad)  # noqa: B023, E731
-                times[variant] |= {name: time_it(train), f"{name}, graph": graph_milliseconds(train)}
-        row = {"shape": shape, "milliseconds": times}
-        row["speedup"] = {key: times["softmax"][key] / times["smgk"][key] for key in times["smgk"]}
-        print("module", shape, row["speedup"], flush=True)
-        rows.append(row)
+        times = {variant: module_times(shape, variant) for variant in ("softmax", "smgk")}
+        rows.append({"shape": shape, "milliseconds": times, "speedup": ratios(times["softmax"], times["smgk"])})
+        print("module", shape, rows[-1]["speedup"], flush=True)
     return rows
+
+
+def ratios(baseline: dict[str, float], ours: dict[str, float]) -> dict[str, float]:
+    return {name: baseline[name] / ours[name] for name in ours}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

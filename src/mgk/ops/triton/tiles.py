@@ -25,11 +25,11 @@ TABLE: dict[tuple[str, str, int], Tile] = {
     ("shifted", "query", 16): Tile(128, 64, 4, 3),
     ("shifted", "query", 32): Tile(128, 64, 4, 3),
     ("shifted", "query", 64): Tile(64, 64, 4, 3),
-    ("shifted", "query", 128): Tile(128, 64, 8, 2),
+    ("shifted", "query", 128): Tile(64, 64, 4, 2),
     ("shifted", "key", 16): Tile(32, 64, 4, 3),
     ("shifted", "key", 32): Tile(32, 64, 4, 3, 128),
     ("shifted", "key", 64): Tile(64, 64, 4, 3),
-    ("shifted", "key", 128): Tile(32, 128, 8, 2),
+    ("shifted", "key", 128): Tile(32, 128, 8, 3),
     ("mixture", "forward", 16): Tile(64, 64, 4, 3),
     ("mixture", "forward", 32): Tile(64, 64, 4, 3),
     ("mixture", "forward", 64): Tile(64, 64, 4, 3),
@@ -41,7 +41,7 @@ TABLE: dict[tuple[str, str, int], Tile] = {
     ("mixture", "key", 16): Tile(32, 64, 4, 3),
     ("mixture", "key", 32): Tile(32, 64, 4, 3),
     ("mixture", "key", 64): Tile(32, 64, 4, 3),
-    ("mixture", "key", 128): Tile(32, 64, 4, 2),
+    ("mixture", "key", 128): Tile(16, 128, 8, 2),
 }
 
 
