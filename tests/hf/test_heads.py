@@ -1,4 +1,4 @@
-"""The three least-squares problems of head merging, each against what defines its answer."""
+"""The least-squares problems of head merging, each against what defines its answer."""
 
 from __future__ import annotations
 
@@ -101,6 +101,27 @@ def test_values_and_outputs_are_the_best_of_their_rank(biased: bool) -> None:
     least, reached = ((target - each).square().sum() for each in (best, found))
     assert least * (1 - 1e-9) <= reached <= least * 1.01
     assert merged.value[0, -1].abs().sum() == 0 or biased
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 4)])
+def test_outputs_of_all_heads_are_fitted_together(heads: int, key_heads: int) -> None:
+    """Normal equations: what is left over is orthogonal to all that the merged heads see, up to the small ridge."""
+    given, old = sample(False), layer(True, heads, key_heads)
+    merged = merge(old, [given])
+    weights, share = attention(old, given), heads // key_heads
+    target = sum(
+        (weights[h] @ given.x @ old.value[h // share] @ old.output[h])[given.real] for h in range(len(old.query))
+    )
+    seen = []
+    for h in range(len(merged.query)):
+        parts = [maths._scores(merged.query[h : h + 1], merged.key[h // share, r], given, old.scale)[0] for r in (0, 1)]
+        both = torch.stack(parts) + merged.log_prior[h, :, None, None, None]
+        mixed = both.logsumexp(0).softmax(-1).nan_to_num(0)
+        seen.append((mixed @ given.x @ merged.value[h // share])[given.real])
+    rows = torch.cat(seen, -1)
+    left = target - rows @ merged.output.flatten(0, 1)
+    assert (rows.mT @ left).norm() < 1e-2 * rows.norm() * left.norm()
+    assert left.norm() > 0.1 * torch.as_tensor(target).norm()  # half the heads cannot write it all
 
 
 def test_equal_heads_have_affinity_one_and_disjoint_ones_none() -> None:

@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -304,15 +305,20 @@ def padded(shape: Shape = SHAPES[0]) -> dict[str, float]:
     }
 
 
-def growth() -> dict[str, float]:
-    """Nanoseconds per thousand pairs, forward+backward, as N grows: flat if the time grows as N squared."""
+def growth(lengths: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536)) -> dict[str, dict[str, float]]:
+    """Milliseconds forward+backward per 2^15 tokens as N grows: sixteen heads of softmax against eight of ours."""
     result = {}
-    for length in (4096, 8192, 16384, 32768, 65536):
-        shape = (max(1, 2**15 // length), 2, length, 64, False)
-        tensors = inputs("smgk", shape, 8)
-        grad = torch.randn_like(tensors["value"])
-        milliseconds = time_it(lambda: both("smgk", "soft", shape, tensors, grad), 1)  # noqa: B023
-        result[str(length)] = milliseconds * 1e9 / (shape[0] * 8 * length**2)
+    for length in lengths:
+        shape = (max(1, 2**15 // length), 16, length, 64, False)
+        share = 2**15 / (shape[0] * length)
+        times = {}
+        for name, kind, heads in (("flash", "sdpa", 16), ("cudnn", "sdpa", 16), ("smgk", "smgk", 8), ("mgk", "mgk", 8)):
+            torch.cuda.empty_cache()
+            tensors = inputs(kind, shape, heads)
+            grad = torch.randn_like(tensors["value"])
+            with sdpa_kernel(BACKENDS[name]) if kind == "sdpa" else nullcontext():
+                times[name] = share * time_it(lambda: both(kind, "soft", shape, tensors, grad), 1)  # noqa: B023
+        result[str(length)] = times
     return result
 
 
@@ -370,11 +376,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 def environment() -> dict[str, Any]:
     import triton
 
-    try:
+    commit = os.environ.get("MGK_COMMIT")
+    if commit is None:
         head = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = os.environ.get("MGK_COMMIT", "unknown")
+        try:
+            commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            commit = "unknown"
     return {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "mgk": mgk.__version__, "commit": commit, "dtype": str(DTYPE),

@@ -112,7 +112,11 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit this code comes from, "+" if the tree differs from it, "unknown" outside a checkout."""
+    """The commit this code comes from: what MGK_COMMIT says, for copies of a tree, or the checkout's, "+" if the tree
+    differs from it; else "unknown".
+    """
+    if told := os.environ.get("MGK_COMMIT"):
+        return told
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -121,4 +125,4 @@ def commit() -> str:
     try:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "..") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("MGK_COMMIT", "unknown")
+        return "unknown"

@@ -11,8 +11,9 @@ before any key is seen. Subtracting it needs no maximum, no rescaling and no wai
 from all keys that its sum comes near underflow is noticed at the end, and the head is left to the second launch.
 float16 has too few exponents for it and keeps the running maximum.
 
-Narrow mixing (bfloat16, backward): the mixing factors are multiplied in bfloat16, two at a time, and the sums over a
-row or column of a tile are a product with a few more columns.
+Narrow mixing (bfloat16): the mixing factors are multiplied in bfloat16, two at a time, and the sums over a row or
+column of a tile are a product with a few more columns. Forward, a hard E-step then goes the light road too (BEST): the
+largest term in place of the sum.
 
 KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, later LSE less log_u_0
 (+inf where a query sees no key), the rho (hard: the leads), the log_u. Both are padded to whole tiles. They are vectors
