@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import mgk
+from mgk.commit import commit
 
 COMPONENTS = 2
 DIRECTIONS = ("forward", "forward+backward")
@@ -137,19 +137,6 @@ def environment(device: Device, dtype: torch.dtype) -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit(),
     }
-
-
-def commit() -> str:
-    """The commit this code comes from, "+" if the tree differs from it, "unknown" outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "..") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def make_inputs(case: Case, method: Method, *, device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:

@@ -15,10 +15,8 @@ import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import mgk
+from mgk.commit import commit
 
 Shape = tuple[int, int, int, int, bool]
 SHAPES: tuple[Shape, ...] = (
@@ -322,29 +321,20 @@ def growth(lengths: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536)) -> dict
     return result
 
 
-def module_times(shape: Shape, variant: str, ready: Callable[[], Any] = int) -> dict[str, float]:
-    """Milliseconds forward+backward of a whole attention layer, projections included; `ready` is called between
-    compiling and timing.
-    """
+def module_times(shape: Shape, variant: str) -> dict[str, float]:
+    """Milliseconds forward+backward of a whole attention layer, projections included."""
     from mgk.nn import MixtureAttention
 
+    torch.cuda.empty_cache()
     batch, heads, length, width, causal = shape
     count = heads if variant == "softmax" else heads // 2
     layer = MixtureAttention(heads * width, count, variant=variant, head_dim=width, causal=causal).to("cuda", DTYPE)
     x = torch.randn(batch, length, heads * width, device="cuda", dtype=DTYPE, requires_grad=True)
     grad, leaves = torch.randn_like(x), [x, *layer.parameters()]
-
-    def train(module: Any) -> Any:
-        return torch.autograd.grad(module(x)[0], leaves, grad)
-
-    forms = {"eager": layer, "compiled": torch.compile(layer, fullgraph=True)}
-    for module in forms.values():
-        train(module)
-    ready()
     times: dict[str, float] = {}
-    for name, module in forms.items():
-        work = partial(train, module)
-        times |= {name: time_it(work), f"{name}, graph": graph_milliseconds(work)}
+    for name, module in (("eager", layer), ("compiled", torch.compile(layer, fullgraph=True))):
+        train = lambda: torch.autograd.grad(module(x)[0], leaves, grad)  # noqa: B023, E731
+        times |= {name: time_it(train), f"{name}, graph": graph_milliseconds(train)}
     return times
 
 
@@ -353,13 +343,10 @@ def modules(shapes: tuple[Shape, ...]) -> list[dict[str, Any]]:
     rows = []
     for shape in shapes:
         times = {variant: module_times(shape, variant) for variant in ("softmax", "smgk")}
-        rows.append({"shape": shape, "milliseconds": times, "speedup": ratios(times["softmax"], times["smgk"])})
-        print("module", shape, rows[-1]["speedup"], flush=True)
+        speedup = {name: times["softmax"][name] / ours for name, ours in times["smgk"].items()}
+        rows.append({"shape": shape, "milliseconds": times, "speedup": speedup})
+        print("module", shape, speedup, flush=True)
     return rows
-
-
-def ratios(baseline: dict[str, float], ours: dict[str, float]) -> dict[str, float]:
-    return {name: baseline[name] / ours[name] for name in ours}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -376,16 +363,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 def environment() -> dict[str, Any]:
     import triton
 
-    commit = os.environ.get("MGK_COMMIT")
-    if commit is None:
-        head = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-        try:
-            commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            commit = "unknown"
     return {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "python": platform.python_version(), "mgk": mgk.__version__, "commit": commit, "dtype": str(DTYPE),
+        "python": platform.python_version(), "mgk": mgk.__version__, "commit": commit(), "dtype": str(DTYPE),
     }  # fmt: skip
 
 

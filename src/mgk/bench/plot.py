@@ -33,6 +33,9 @@ def growth_figure(growth: dict[str, dict[str, float]]) -> Figure:
 
 def main(source: str, stem: str) -> list[Path]:
     result: dict[str, Any] = json.loads(Path(source).read_text())
+    if "growth" not in result:
+        made = "python -m mgk.bench.cuda --parts growth"
+        raise ValueError(f"{source}: expected a part 'growth', as `{made}` writes it, got {', '.join(result)}")
     return save(growth_figure(result["growth"]), stem)
 
 

@@ -38,7 +38,7 @@ from mgk.train.data import Source
 from mgk.train.fabric import launch
 from mgk.train.graph import Graphs
 from mgk.train.learner import Learner
-from mgk.train.run import commit, environment
+from mgk.train.run import environment
 
 METHODS = {"softmax:8": ("softmax", 8), "smgk:4": ("smgk", 4), "mgk:4": ("mgk", 4), "dense mgk:4": ("mgk", 4)}
 BASELINE, DENSE = "softmax:8", "dense mgk:4"
@@ -265,7 +265,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     assert isinstance(case.config.model, ClassifierConfig)  # of the recipe
     path = Path(chosen.output or Path("results") / f"train-{chosen.device}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {**environment(), "commit": commit(), "precision": case.config.precision}
+    facts = {**environment(), "precision": case.config.precision}
     result: dict[str, Any] = {"environment": facts, "batch": batch, "length": length, "data": chosen.data, "rows": []}
     if DENSE in chosen.methods:
         result["error of the fused MGK"] = check(case.learner(DENSE, False), min(length, 1024))

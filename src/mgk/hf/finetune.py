@@ -45,7 +45,7 @@ def finetune(
     training, losses = model.training, []
     model.train()
     for step, batch in enumerate(itertools.islice(_again(batches), steps), 1):
-        loss = model(**_placed(batch, model)).loss
+        loss = model(**placed(batch, model)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimiser.step()
@@ -63,7 +63,7 @@ def mean_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> float:
     """Mean of the losses of some batches, in evaluation mode."""
     training = model.training
     model.eval()
-    losses = [float(model(**_placed(batch, model)).loss) for batch in batches]
+    losses = [float(model(**placed(batch, model)).loss) for batch in batches]
     model.train(training)
     if not losses:
         raise ValueError("batches: expected at least one, got none")
@@ -81,5 +81,5 @@ def _again(batches: Iterable[Batch]) -> Iterator[Batch]:
             raise ValueError("batches: expected a list, or as many as steps, got fewer")
 
 
-def _placed(batch: Batch, model: PreTrainedModel) -> Batch:
+def placed(batch: Batch, model: PreTrainedModel) -> Batch:
     return {name: value.to(model.device) if hasattr(value, "to") else value for name, value in batch.items()}

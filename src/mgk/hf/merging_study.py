@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mgk.hf.convert import from_run
-from mgk.hf.finetune import finetune
+from mgk.hf.finetune import finetune, placed
 from mgk.hf.halve import Texts, texts_of_run
 from mgk.hf.merge import METHODS, merge_heads
 from mgk.recipes import recipe
@@ -58,7 +58,7 @@ def score(model: Any, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
     loss, right, count = 0.0, 0, 0
     for batch in batches:
         with autocast(model):
-            found = model(**{name: value.to(model.device) for name, value in batch.items()})
+            found = model(**placed(batch, model))
         labels = batch["labels"] if "labels" in batch else batch["shift_labels"]
         loss += float(found.loss) * labels.numel()
         count += labels.numel()

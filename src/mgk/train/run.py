@@ -10,15 +10,14 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mgk.commit import commit
 from mgk.train import checkpoint, config
 from mgk.train.checkpoint import CheckpointError
 from mgk.train.config import Config
@@ -109,20 +108,3 @@ def environment() -> dict[str, Any]:
         "gpu": gpu,
         "threads": torch.get_num_threads(),
     }
-
-
-def commit() -> str:
-    """The commit this code comes from: what MGK_COMMIT says, for copies of a tree, or the checkout's, "+" if the tree
-    differs from it; else "unknown".
-    """
-    if told := os.environ.get("MGK_COMMIT"):
-        return told
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "..") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

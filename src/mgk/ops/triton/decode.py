@@ -269,8 +269,8 @@ def decode_attention(
     shift = None if shift is None else shift.contiguous()
     tensors = query, key, shift, value, prior, own, mask, part, lse, number
     strides = (
-        *key.stride()[:2], key.stride(2) if shift is None else 0, key.stride(-2), *value.stride()[:3], *((0, 0,
-        0) if prior is None else prior.stride()), 0 if mask is None else mask.stride(0),
+        *key.stride()[:2], key.stride(2) if shift is None else 0, key.stride(-2), *value.stride()[:3],
+        *((0, 0, 0) if prior is None else prior.stride()), 0 if mask is None else mask.stride(0),
     )  # fmt: skip
     sizes = (width, value_width, block_d, block_v, components, hard)
     grid = (batch * heads * splits,)
@@ -284,8 +284,8 @@ def decode_attention(
         warps = tile.warps if block_d * key.element_size() < 1024 else 8
         launch(
             few_queries_kernel, grid, *tensors, *query.stride()[:3], *strides, heads, num_queries, num_keys, splits,
-            split_keys, *sizes, is_causal, dot_precision(), MAX_QUERIES, block_keys, num_warps=warps, num_stages=max(1,
-            min(tile.stages, 128 * 1024 // tile_bytes)),
+            split_keys, *sizes, is_causal, dot_precision(), MAX_QUERIES, block_keys, num_warps=warps,
+            num_stages=max(1, min(tile.stages, 128 * 1024 // tile_bytes)),
         )  # fmt: skip
     if splits > 1:
         launch(

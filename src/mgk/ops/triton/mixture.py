@@ -129,7 +129,7 @@ def forward_step(
         VARIANCES, CAUSAL, MASKED, PRECISION, BM, BN,
     )  # fmt: skip
     if LIGHT:
-        p = light_parts(x, m, load_vectors(p_w, start, padded_keys, BN, M), b_q.dtype, False, M)
+        p = summed(light_parts(x, m, load_vectors(p_w, start, padded_keys, BN, M), b_q.dtype, False, M), M)
     else:
         largest = x[0]
         for r in tl.static_range(1, M):
@@ -144,8 +144,6 @@ def forward_step(
             p = tl.exp2(x[0] - m_safe[:, None])
             for r in tl.static_range(1, M):
                 p += tl.exp2(x[r] - m_safe[:, None])
-    if LIGHT:
-        p = summed(p, M)
     if NARROW:
         p = p.to(b_q.dtype)
         l = tl.dot(p, unit_column(0, BN, b_q.dtype), l)

@@ -24,7 +24,7 @@ from mgk.ops.triton.decode import (
     per_position,
     with_prior,
 )
-from mgk.ops.triton.host import dense, dot_precision
+from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import NEVER, key_range, zeros_tuple
 
@@ -214,7 +214,7 @@ def launch_prior(
 ) -> None:  # fmt: skip
     """Fill `total` (B,H,M,Nk)."""
     (batch, heads, num_queries, width), (components, num_keys) = query.shape, total.shape[2:]
-    block = max(16, triton.next_power_of_2(width))
+    block = block_width(width)
     number, per_component = variance, None
     if isinstance(variance, Tensor):
         number, per_component = 1.0, variance.contiguous()
@@ -223,7 +223,7 @@ def launch_prior(
     queries, keys = tile(components, block, key.element_size(), shift is None or per_component is not None)
     key_strides = *key.stride()[:2], key.stride(2) if shift is None else 0, key.stride(-2)
     key_mask, query_mask = (None if mask is None else mask.contiguous() for mask in (key_mask, query_mask))
-    as_bytes = [None if mask is None else mask.view(torch.uint8) for mask in (key_mask, query_mask)]
+    masks = as_bytes(key_mask), as_bytes(query_mask)
     row, span = None, spans(query_mask, key_mask, num_queries, num_keys)
     if shift is not None or per_component is not None:
         row = query.new_empty(batch, heads, components, num_queries, dtype=torch.float32)
@@ -234,9 +234,9 @@ def launch_prior(
         )  # fmt: skip
     launch(
         prior_kernel, (triton.cdiv(num_keys, keys) * batch * heads,), query, key, shift, prior, per_component, row,
-        *as_bytes, span, total, number, *query.stride()[:3], *key_strides, *((0, 0,
-        0) if prior is None else prior.stride()), heads, num_queries, num_keys, width, block, components, is_causal,
-        dot_precision(), queries, keys, num_stages=2,
+        *masks, span, total, number, *query.stride()[:3], *key_strides,
+        *((0, 0, 0) if prior is None else prior.stride()), heads, num_queries, num_keys, width, block, components,
+        is_causal, dot_precision(), queries, keys, num_stages=2,
     )  # fmt: skip
 
 

@@ -106,8 +106,8 @@ def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def forward_step(
-    start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, p_seed, i_bh, i_m, offset, scale, threshold, inverse_keep,
-    num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, p_seed, i_bh, i_m, offset, scale, threshold, num_keys,
+    padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     M: tl.constexpr, ROAD: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, BEST: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
@@ -197,15 +197,15 @@ def forward_block(
     for start in range(0, full, BN):
         acc, m, l = forward_step(
             start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
-            inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, False,
-            DROPOUT, PRECISION, BM, BN,
+            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, False, DROPOUT,
+            PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or KEY_MASK or not EVEN:
         for start in tl.range(full, stop, BN, num_stages=1):
             acc, m, l = forward_step(
                 start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
-                inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL,
-                True, DROPOUT, PRECISION, BM, BN,
+                num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, True, DROPOUT,
+                PRECISION, BM, BN,
             )  # fmt: skip
 
     if NARROW:
