@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributions import Independent, Normal
-from torch.multiprocessing.spawn import spawn
 
 from mgk.nn import MixtureAttention
 from mgk.nn import means as m_step
 from tests.nn.common import EXACT, make, normal, visible
+from tests.nn.processes import in_two_processes
 
 PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
 
@@ -101,18 +100,13 @@ def test_a_single_query_leaves_a_variance_above_zero() -> None:
 
 
 def _train_one(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    try:
-        module = make("smgk-means").train()
-        module(normal(2, 5, 12, seed=rank))
-        torch.save(dict(module.named_buffers()), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    module = make("smgk-means").train()
+    module(normal(2, 5, 12, seed=rank))
+    torch.save(dict(module.named_buffers()), f"{folder}/{rank}.pt")
 
 
 def test_two_processes_learn_what_one_learns_from_both_batches(tmp_path: Path) -> None:
-    spawn(_train_one, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    in_two_processes(_train_one, str(tmp_path))
     module = make("smgk-means").train()
     module(torch.cat([normal(2, 5, 12, seed=rank) for rank in range(2)]))
     for rank in range(2):

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from mgk.nn import MixtureAttention
 from tests.nn.common import EXACT, make, normal, visible
+from tests.nn.processes import in_two_processes
 
 each_em = pytest.mark.parametrize("kind", ["mgk-em", "smgk-positions"])
 
@@ -131,20 +130,15 @@ LENGTHS = (3, 5)  # of the sequences of two processes
 
 
 def _train_one(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    try:
-        for kind in ("mgk-em", "smgk-positions"):
-            module = make(kind).train()
-            for step in range(2):
-                module(normal(2, LENGTHS[rank], 12, seed=10 * step + rank))
-            torch.save(module.log_prior, f"{folder}/{kind}-{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    for kind in ("mgk-em", "smgk-positions"):
+        module = make(kind).train()
+        for step in range(2):
+            module(normal(2, LENGTHS[rank], 12, seed=10 * step + rank))
+        torch.save(module.log_prior, f"{folder}/{kind}-{rank}.pt")
 
 
 def test_two_processes_learn_what_one_learns_from_both_batches(tmp_path: Path) -> None:
-    spawn(_train_one, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    in_two_processes(_train_one, str(tmp_path))
     for kind in ("mgk-em", "smgk-positions"):
         module = make(kind).train()
         for step in range(2):
