@@ -99,6 +99,20 @@ def test_rows_are_padded_to_a_multiple_and_cut(pad_multiple: int, max_length: in
         assert tokens.tolist() == [int(label) + 1 + 5] * length + [0] * (expected - length)
 
 
+@pytest.mark.parametrize("kind", ["sequences", "pairs"])
+@pytest.mark.parametrize("pack", [1, 64, 10_000])
+def test_packed_batches_hold_the_same_tokens_without_padding(kind: str, pack: int) -> None:
+    padded, packed = (Batches(SPLITS[kind], pack=size, **OPTIONS) for size in (0, pack))
+    for step in (0, 55, 56):
+        whole, part = padded[step], packed[step]
+        assert torch.equal(part["mask"], whole["mask"])
+        assert torch.equal(part["label"], whole["label"])
+        real = whole["tokens"][whole["mask"]]
+        assert torch.equal(part["tokens"][: len(real)], real)
+        assert not part["tokens"][len(real) :].any()
+        assert len(part["tokens"]) == min(-(-len(real) // pack) * pack, whole["mask"].numel())
+
+
 def test_pairs_hold_both_documents() -> None:
     batch = Batches(pairs([2, 5]), 2)[0]
     assert batch["tokens"].shape == (2, 2, 5)
@@ -195,6 +209,8 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_use_is_named() -> None:
+    with pytest.raises(ValueError, match="pack: expected 0 for images, which have no padding, got 8"):
+        Batches(images(3), 1, pack=8)
     with pytest.raises(ValueError, match="max_length: expected the number of tokens of a window"):
         Batches(text(100), 2)
     with pytest.raises(ValueError, match="batch_size: expected at most the 9 windows of 11 tokens"):

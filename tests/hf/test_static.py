@@ -84,7 +84,7 @@ def test_a_step_reads_no_number_of_the_device(kind: str, monkeypatch: pytest.Mon
     model(tokens[:, :4], past_key_values=cache)
     step = cache.step(model.mgk, 1)
     assert step is not None
-    monkeypatch.setattr(arguments, "_readable", lambda _: False)  # arguments are read on a CPU alone
+    monkeypatch.setattr(arguments, "readable", lambda _: False)  # arguments are read on a CPU alone
     with Reads() as reads:
         step._compute()
     assert reads.count == 0

@@ -50,6 +50,43 @@ def test_matcher_is_its_formula(kind: str, pooling: str) -> None:
     assert model.loss(data)["count"] == 2
 
 
+@every_kind
+@pytest.mark.parametrize(
+    ("name", "positions"), [("classifier", "learned"), ("classifier", "rotary"), ("matcher", "learned")]
+)
+@pytest.mark.parametrize("spare", [0, 5])
+def test_packed_tokens_are_the_padded_ones(kind: str, name: str, positions: str, spare: int) -> None:
+    """Logits, every gradient and what an M-step moves; whatever stands behind the tokens. Padding is on both sides."""
+    tokens, mask = (batch(name)[key].clone() for key in ("tokens", "mask"))
+    mask[..., 0] = False
+    packed = torch.cat([tokens[mask], torch.randint(1, 9, (spare,))])
+    results = []
+    for given in (tokens, packed):
+        model = make(name, kind, positions=positions).train()
+        logits = model(given, mask)
+        torch.autograd.backward(logits, random_tokens(*logits.shape).double())
+        gradients = {each: parameter.grad for each, parameter in model.named_parameters()}
+        results.append({"logits": logits} | gradients | dict(model.named_buffers()))
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
+def test_wrong_packed_tokens_are_named() -> None:
+    model, data = make("classifier", "softmax"), batch("classifier")
+    packed, mask = data["tokens"][data["mask"]], data["mask"]
+    with pytest.raises(ValueError, match=r"tokens: expected at least the \d+ that the mask has, got"):
+        model(packed[1:], mask)
+    with pytest.raises(TypeError, match="tokens: expected an integer tensor"):
+        model(packed.double(), mask)
+    with pytest.raises(ValueError, match=r"tokens: expected 2 dimensions \(B,N\)"):
+        model(packed)
+    with pytest.raises(ValueError, match=r"mask: expected 2 dimensions \(B,N\)"):
+        model(packed, mask[0])
+    with pytest.raises(ValueError, match="positions or a cache, got packed tokens"):
+        model(packed, mask, torch.zeros_like(data["tokens"]))
+    with pytest.raises(ValueError, match=r"mask: expected shape \(B,2,N\)"):
+        make("matcher", "softmax")(packed, mask)
+
+
 def test_softmax_classifier_is_pytorchs_encoder() -> None:
     """The whole stack of nn.TransformerEncoder with our weights."""
     model, data = make("classifier", "softmax", head_dim=6), batch("classifier")

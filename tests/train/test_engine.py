@@ -125,6 +125,16 @@ def test_micro_batches_make_the_same_update(data_root: Path, tmp_path: Path) -> 
     assert losses(tmp_path / "1") != losses(tmp_path / "2")  # they were really computed apart
 
 
+def test_packed_batches_make_the_same_update(data_root: Path, tmp_path: Path) -> None:
+    """Without dropout, which is drawn for other shapes."""
+    still = {"model__dropout": 0.0, "model__attention_dropout": 0.0, "data__bucket": False}
+    for pack in (0, 16):
+        train(tiny(data__pack=pack, **still), tmp_path / str(pack), data_root=data_root)
+    assert losses(tmp_path / "16") == pytest.approx(losses(tmp_path / "0"), rel=1e-4)
+    with pytest.raises(ValueError, match=r"accumulate: expected 1 where data\.pack"):
+        tiny(data__pack=16, accumulate=2)
+
+
 def test_clipping_bounds_the_update(data_root: Path, tmp_path: Path) -> None:
     train(tiny(optimiser__clip=1e-9, optimiser__eps=1.0), tmp_path / "run", data_root=data_root)
     first, *_, last = losses(tmp_path / "run", "valid")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from mgk.data.splits import AnySplit, Array, Batch, Stream
+from mgk.data.splits import AnySplit, Array, Batch, Pairs, Sequences, Stream
 from mgk.ops.arguments import check_count, check_flag, describe
 
 BUCKET_BATCHES = 50  # examples are sorted by length among those of so many batches: like lengths, and still random
@@ -25,6 +25,7 @@ class Batches:
 
     With `bucket`, examples of like length share a batch. Rows are padded to the longest of the batch rounded up to a
     multiple of `pad_multiple`, and cut at `max_length`. Of `world` processes, number `rank` gets its B / world rows.
+    With `pack` the tokens of sequences and pairs come without padding, their number rounded up to a multiple of it.
 
     A `Stream` is cut into B tracks of equal length, and step k gives the k-th window of `max_length` tokens of each;
     there `seed`, `bucket` and `pad_multiple` mean nothing.
@@ -39,6 +40,7 @@ class Batches:
         max_length: int | None = None,
         bucket: bool = True,
         pad_multiple: int = 1,
+        pack: int = 0,
         rank: int = 0,
         world: int = 1,
     ) -> None:
@@ -46,6 +48,9 @@ class Batches:
         self.bucket = check_flag("bucket", bucket)
         self.max_length, self.pad_multiple = max_length, check_count("pad_multiple", pad_multiple)
         self.rank, self.world = _check_rank(rank, world), world
+        self.options = {"pack": check_count("pack", pack)} if pack else {}
+        if pack and not isinstance(split, Sequences | Pairs):
+            raise ValueError(f"pack: expected 0 for {type(split).__name__.lower()}, which have no padding, got {pack}")
         if batch_size % world:
             raise ValueError(f"batch_size: expected a multiple of world = {world}, got {batch_size}")
         if seed < 0:
@@ -79,7 +84,8 @@ class Batches:
             starts = np.arange(self.batch_size) * self.track + step % self.windows * length
             return self.split.batch(starts[mine], length)
         rows = self.rows(step)
-        return self.split.batch(rows[mine], _row_length(self.lengths[rows], self.max_length, self.pad_multiple))
+        length = _row_length(self.lengths[rows], self.max_length, self.pad_multiple)
+        return self.split.batch(rows[mine], length, **self.options)
 
     def rows(self, step: int) -> Array:
         """(B,): the examples of a step, over all processes."""

@@ -1,6 +1,7 @@
 """What a prepared set holds, one class per kind of example, and how examples become a batch.
 
-n examples, B examples of a batch, N tokens of a row, T tokens in all; H, W, C height, width and channels of an image.
+n examples, B examples of a batch, N tokens of a row, T tokens in all or of a packed batch; H, W, C height, width and
+channels of an image.
 """
 
 from __future__ import annotations
@@ -64,15 +65,24 @@ class Documents(Split):
     def row(self, index: int) -> Array:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]].astype(np.int64) + self.shift
 
-    def padded(self, indices: Array, length: int) -> tuple[Tensor, Tensor]:
-        """Tokens and mask, (B,N) with N = `length`; longer rows are cut."""
-        tokens = np.zeros((len(indices), length), np.int64)
+    def padded(self, indices: Array, length: int, pack: int = 0) -> tuple[Tensor, Tensor]:
+        """Tokens and mask, (B,N) with N = `length`; longer rows are cut.
+
+        With `pack` the tokens are (T,), row after row without padding, but for zeros at the end that make T a multiple
+        of `pack`, if that is less than B N.
+        """
         starts = self.offsets[indices]
         kept = np.minimum(self.offsets[indices + 1] - starts, length)
-        for row, start, count in zip(tokens, starts, kept, strict=True):
-            row[:count] = self.tokens[start : start + count]
         mask = np.arange(length) < kept[:, None]
-        return torch.from_numpy(tokens + self.shift * mask), torch.from_numpy(mask)
+        rows = [self.tokens[start : start + count] for start, count in zip(starts, kept, strict=True)]
+        real = np.concatenate([self.tokens[:0], *rows]).astype(np.int64) + self.shift
+        if pack:
+            tokens = np.zeros(min(-(-len(real) // pack) * pack, mask.size), np.int64)
+            tokens[: len(real)] = real
+        else:
+            tokens = np.zeros(mask.shape, np.int64)
+            tokens[mask] = real
+        return torch.from_numpy(tokens), torch.from_numpy(mask)
 
     def rows(self, indices: Array) -> tuple[Array, Array]:
         """The tokens and offsets of some rows."""
@@ -88,9 +98,9 @@ class Sequences(Documents):
     labels: Array = field(kw_only=True)
     """(n,)"""
 
-    def batch(self, indices: Array, length: int) -> Batch:
-        """tokens (B,N), mask (B,N) True at tokens, label (B,)"""
-        tokens, mask = self.padded(indices, length)
+    def batch(self, indices: Array, length: int, pack: int = 0) -> Batch:
+        """tokens (B,N), or (T,) with `pack`; mask (B,N) True at tokens; label (B,)"""
+        tokens, mask = self.padded(indices, length, pack)
         return {"tokens": tokens, "mask": mask, "label": _labels(self.labels[indices])}
 
     def select(self, indices: Array) -> Sequences:
@@ -122,11 +132,12 @@ class Pairs(Split):
         """(n,): of the longer document, which is what a pair costs."""
         return self.documents.lengths[self.pairs].max(1)  # type: ignore[no-any-return]
 
-    def batch(self, indices: Array, length: int) -> Batch:
-        """tokens (B,2,N), mask (B,2,N), label (B,)"""
-        tokens, mask = self.documents.padded(self.pairs[indices].reshape(-1), length)
+    def batch(self, indices: Array, length: int, pack: int = 0) -> Batch:
+        """tokens (B,2,N), or (T,) with `pack`; mask (B,2,N); label (B,)"""
+        tokens, mask = self.documents.padded(self.pairs[indices].reshape(-1), length, pack)
         shape = (len(indices), 2, length)
-        return {"tokens": tokens.view(shape), "mask": mask.view(shape), "label": _labels(self.labels[indices])}
+        tokens = tokens if pack else tokens.view(shape)
+        return {"tokens": tokens, "mask": mask.view(shape), "label": _labels(self.labels[indices])}
 
     def select(self, indices: Array) -> Pairs:
         used, pairs = np.unique(self.pairs[indices], return_inverse=True)

@@ -1,6 +1,6 @@
 """Classifiers of one sequence and of a pair, as the paper's Long Range Arena has them.
 
-B batch, N positions, E width of the model, C classes.
+B batch, N positions, T rows of a packed batch, E width of the model, C classes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class Classifier(nn.Module):
 
     def forward(
         self,
-        tokens: Int[Tensor, "b n"],
+        tokens: Int[Tensor, "b n"] | Int[Tensor, " t"],
         mask: Bool[Tensor, "b n"] | None = None,
         positions: Int[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b c"]:
-        """Logits. `mask` is True for real tokens; `positions` are 0, 1, ... unless given."""
+        """Logits. `mask` is True for real tokens, which may be packed (see `TokenEncoder`); `positions` are 0, 1, ...
+        unless given.
+        """
         return self.classifier(self.pooled(tokens, mask, positions))  # type: ignore[no-any-return]
 
     def pooled(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -67,15 +69,19 @@ class Matcher(Classifier):
 
     def forward(
         self,
-        tokens: Int[Tensor, "b 2 n"],
+        tokens: Int[Tensor, "b 2 n"] | Int[Tensor, " t"],
         mask: Bool[Tensor, "b 2 n"] | None = None,
         positions: Int[Tensor, "b 2 n"] | None = None,
     ) -> Float[Tensor, "b c"]:
-        if not isinstance(tokens, Tensor) or tokens.dim() != 3 or tokens.shape[1] != 2:
-            got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise ValueError(f"tokens: expected shape (B,2,N), got {got}")
-        documents = (part if part is None else part.flatten(0, 1) for part in (tokens, mask, positions))
-        first, second = self.pooled(*documents).view(len(tokens), 2, -1).unbind(1)  # type: ignore[arg-type]
+        packed = isinstance(tokens, Tensor) and tokens.dim() == 1 and mask is not None
+        name, pairs = ("mask", mask) if packed else ("tokens", tokens)
+        if not isinstance(pairs, Tensor) or pairs.dim() != 3 or pairs.shape[1] != 2:
+            got = tuple(pairs.shape) if isinstance(pairs, Tensor) else type(pairs).__name__
+            raise ValueError(f"{name}: expected shape (B,2,N), got {got}")
+        documents = (
+            part if part is None or part.dim() == 1 else part.flatten(0, 1) for part in (tokens, mask, positions)
+        )
+        first, second = self.pooled(*documents).view(len(pairs), 2, -1).unbind(1)  # type: ignore[arg-type]
         joined = torch.cat((first, second, first * second, first - second), -1)
         return self.classifier(joined)  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
 """Tokens and their positions through a stack of layers: what the classifier, the matcher and the language model share.
 
-B batch, N positions of this call, Nk positions so far, E width of the model.
+B batch, N positions of this call, Nk positions so far, T rows of a packed batch, E width of the model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mgk.models.config import ClassifierConfig, LanguageModelConfig, TransformerConfig
 from mgk.nn import Block, MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions, Stack, StackCache
+from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class TokenEncoder(nn.Module):
 
     def forward(
         self,
-        tokens: Int[Tensor, "b n"],
+        tokens: Int[Tensor, "b n"] | Int[Tensor, " t"],
         mask: Bool[Tensor, "b nk"] | None = None,
         positions: Int[Tensor, "b n"] | None = None,
         cache: StackCache | None = None,
@@ -87,54 +88,81 @@ class TokenEncoder(nn.Module):
         """What the last layer makes of every token.
 
         Args:
-            tokens: (B,N), of any integer type.
+            tokens: (B,N), of any integer type; or packed, (T,): those where `mask` is True, one after the other, and
+                anything behind them. Padding then costs nothing outside the attention.
             mask: (B,Nk), True for real tokens; with a cache it covers the tokens in the cache and the new ones.
             positions: (B,N), of the new tokens; None counts on from the cache.
             cache: of `new_cache`, with the tokens before these.
         """
         start = 0 if cache is None else cache.length
-        self._check(tokens, mask, positions, start)
+        length = self._check(tokens, mask, positions, start)
+        packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
         x = self.tokens(tokens.long())
         x = x if self.scale == 1 else x * self.scale
         rotary = None
         if isinstance(self.positions, RotaryPositions):
-            rotary = self._rotation(self.positions, tokens, positions, start, x.dtype)
-        elif isinstance(self.positions, nn.Embedding) and positions is None:
-            x = x + self.positions.weight[start : start + tokens.shape[1]]
+            rotary = self._rotation(self.positions, positions, start, length, x)
         else:
-            where = counted(tokens, start) if positions is None else positions
-            x = x + (self.positions(where) if self.scale == 1 else self.positions(where, x.dtype))
+            place = self._place(positions, start, length, x)
+            x = x + (place if packing is None else packing.pack(place.expand(*packing.shape, -1)))
         padding = None if mask is None else ~mask
-        return self.stack(self.dropout(x), padding, rotary, cache)  # type: ignore[no-any-return]
+        x = self.stack(self.dropout(x), padding, rotary, cache, packing)
+        return x if packing is None else packing.unpack(x)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         return self.stack.new_cache(batch_size, capacity)
 
+    def _place(self, positions: Tensor | None, start: int, length: int, like: Tensor) -> Tensor:
+        """What is added for the positions, (N,E) or (B,N,E)."""
+        if isinstance(self.positions, nn.Embedding) and positions is None:
+            return self.positions.weight[start : start + length]
+        where = counted(start, length, like) if positions is None else positions
+        return self.positions(where) if self.scale == 1 else self.positions(where, like.dtype)  # type: ignore[no-any-return]
+
     def _rotation(
-        self, module: RotaryPositions, tokens: Tensor, positions: Tensor | None, start: int, dtype: torch.dtype
+        self, module: RotaryPositions, positions: Tensor | None, start: int, length: int, like: Tensor
     ) -> Rotation:
-        kind = tokens.device.type
+        kind, dtype = like.device.type, like.dtype
         if torch.is_autocast_enabled(kind):  # queries and keys come out of a product: in this type
             dtype = torch.get_autocast_dtype(kind)
-        where = counted(tokens, start)[None] if positions is None else positions
+        where = counted(start, length, like)[None] if positions is None else positions
         return module(where, dtype)  # type: ignore[no-any-return]
 
-    def _check(self, tokens: object, mask: object, positions: object, start: int) -> None:
-        check_integers("tokens", tokens, None)
-        assert isinstance(tokens, Tensor)  # checked
-        stop = start + tokens.shape[1]
-        check.check_mask("mask", mask, "B,Nk", (len(tokens), stop), tokens)
+    def _check(self, tokens: object, mask: object, positions: object, start: int) -> int:
+        """The number of positions N."""
+        if isinstance(tokens, Tensor) and tokens.dim() == 1 and isinstance(mask, Tensor):
+            shape = check_packed(tokens, mask, positions, start)
+        else:
+            check_integers("tokens", tokens, None)
+            assert isinstance(tokens, Tensor)  # checked
+            shape = len(tokens), tokens.shape[1]
+            check.check_mask("mask", mask, "B,Nk", (shape[0], start + shape[1]), tokens)
         if positions is not None:
-            check_integers("positions", positions, tuple(tokens.shape))
-        elif isinstance(self.positions, nn.Embedding) and stop > self.max_length:
+            check_integers("positions", positions, shape)
+        elif isinstance(self.positions, nn.Embedding) and (stop := start + shape[1]) > self.max_length:
             raise ValueError(f"tokens: expected at most {self.max_length} positions (max_length), got {stop}")
+        return shape[1]
 
 
-def counted(tokens: Tensor, start: int) -> Tensor:
-    return torch.arange(start, start + tokens.shape[1], device=tokens.device)
+def check_packed(tokens: Tensor, mask: Tensor, positions: object, start: int) -> tuple[int, int]:
+    """B and N of packed tokens."""
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise TypeError(f"tokens: expected an integer tensor (T,), got dtype {tokens.dtype}")
+    if mask.dim() != 2:
+        raise ValueError(f"mask: expected 2 dimensions (B,N) to go with packed tokens, got {check.describe(mask)}")
+    check.check_mask("mask", mask, "B,N", tuple(mask.shape), tokens)
+    if positions is not None or start:
+        raise ValueError("tokens: expected (B,N) where there are positions or a cache, got packed tokens (T,)")
+    if check.readable(mask) and (count := int(mask.sum())) > len(tokens):  # elsewhere the gather fails
+        raise ValueError(f"tokens: expected at least the {count} that the mask has, got {len(tokens)}")
+    return mask.shape[0], mask.shape[1]
 
 
-def check_integers(name: str, value: object, shape: tuple[int, ...] | None) -> None:
+def counted(start: int, length: int, like: Tensor) -> Tensor:
+    return torch.arange(start, start + length, device=like.device)
+
+
+def check_integers(name: str, value: object, shape: tuple[int, int] | None) -> None:
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
         got = f"dtype {value.dtype}" if isinstance(value, Tensor) else check.describe(value)
         raise TypeError(f"{name}: expected an integer tensor (B,N), got {got}")

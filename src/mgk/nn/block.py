@@ -1,13 +1,14 @@
 """A transformer layer around any attention, and a stack of them.
 
-B batch, N positions of this call, Nk positions so far, E width of the model, D width of a head.
+B batch, N positions of this call, Nk positions so far, T rows of a packed batch, E width of the model, D width of a
+head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import Rotation
+from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.ops.cost import LINEAR
 
@@ -53,27 +55,33 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b n e"],
+        x: Float[Tensor, "b n e"] | Float[Tensor, "t e"],
         padding: Bool[Tensor, "b nk"] | None = None,
         rotary: Rotation | None = None,
         cache: KeyValueCache | StateCache | None = None,
-    ) -> Float[Tensor, "b n e"]:
-        """`padding` is True where a position is padding; what comes out there means nothing."""
+        packing: Packing | None = None,
+    ) -> Float[Tensor, "b n e"] | Float[Tensor, "t e"]:
+        """`padding` is True where a position is padding; what comes out there means nothing.
+
+        With `packing`, of ~padding, `x` has the tokens of the batch one after the other, and so has what comes out.
+        """
         if self.norm == "pre":
-            x = x + self._attend(self.attention_norm(x), padding, rotary, cache)
+            x = x + self._attend(self.attention_norm(x), padding, rotary, cache, packing)
             return x + self._feed_forward(self.feed_forward_norm(x))
-        x = self.attention_norm(x + self._attend(x, padding, rotary, cache))
+        x = self.attention_norm(x + self._attend(x, padding, rotary, cache, packing))
         return self.feed_forward_norm(x + self._feed_forward(x))  # type: ignore[no-any-return]
 
     def _attend(
-        self, x: Tensor, padding: Tensor | None, rotary: Rotation | None, cache: KeyValueCache | StateCache | None
-    ) -> Tensor:
+        self, x: Tensor, padding: Tensor | None, rotary: Rotation | None, cache: KeyValueCache | StateCache | None,
+        packing: Packing | None,
+    ) -> Tensor:  # fmt: skip
+        x = x if packing is None else packing.unpack(x)
         queries = None
         # The linear family saves nothing by it; and a single query, the step of a decoder, is never padding.
         if padding is not None and self.attention.variant not in LINEAR and x.shape[1] > 1:
             queries = padding if padding.shape[1] == x.shape[1] else padding[:, -x.shape[1] :]
         output, _ = self.attention(x, key_padding_mask=padding, query_padding_mask=queries, rotary=rotary, cache=cache)
-        return self.dropout(output)  # type: ignore[no-any-return]
+        return self.dropout(output if packing is None else packing.pack(output))  # type: ignore[no-any-return]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down(self.dropout(self.activation(self.up(x)))))  # type: ignore[no-any-return]
@@ -99,32 +107,32 @@ class Stack(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b n e"],
+        x: Float[Tensor, "b n e"] | Float[Tensor, "t e"],
         padding: Bool[Tensor, "b nk"] | None = None,
         rotary: Rotation | None = None,
         cache: StackCache | None = None,
-    ) -> Float[Tensor, "b n e"]:
+        packing: Packing | None = None,
+    ) -> Float[Tensor, "b n e"] | Float[Tensor, "t e"]:
         for index, layer in enumerate(self._blocks()):
-            if self.recompute and self.training and cache is None:
-                x = _with_recomputation(layer, x, padding, rotary)
-            else:
-                x = layer(x, padding, rotary, None if cache is None else cache.layers[index])
+            inputs = x, padding, rotary, None if cache is None else cache.layers[index], packing
+            recompute = self.recompute and self.training and cache is None
+            x = _with_recomputation(layer, inputs) if recompute else layer(*inputs)
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def _blocks(self) -> Iterator[Block]:
         return iter(self.layers)  # type: ignore[arg-type]
 
 
-def _with_recomputation(layer: Block, x: Tensor, padding: Tensor | None, rotary: Rotation | None) -> Tensor:
+def _with_recomputation(layer: Block, inputs: tuple[Any, ...]) -> Tensor:
     attention = layer.attention
     if not attention.moving:
-        return checkpoint(layer, x, padding, rotary, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(layer, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
     before = {name: getattr(attention, name).clone() for name in attention.moving}
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _as_it_was(attention, before)
 
-    return checkpoint(layer, x, padding, rotary, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+    return checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -11,12 +11,13 @@ B batch, H heads, N positions (Nq queries, Nk keys), D width of a head, Dv width
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from mgk.nn.packing import Reorder, real_first
 from mgk.ops import api
 from mgk.ops.common import compute_dtype
 
@@ -79,17 +80,16 @@ def packed_attention(
     """Self-attention of the tokens where `mask` is True, wherever in a row they are; zero at the others."""
     batch, heads, length, width = query.shape
     real = mask.flatten()
-    place = torch.where(real, real.cumsum(0), real.sum() + (~real).cumsum(0)) - 1  # real tokens first, in their order
-    order = torch.empty_like(place).scatter_(0, place, torch.arange(len(place), device=place.device))
+    place, order = real_first(real)
     ends = pad(mask.sum(1).cumsum(0), (1, 0)).int()  # (B+1,): where each sequence begins, and the last one ends
     hidden = ~real[:, None, None]
     # What the kernel does not write is not defined, in its gradients too: both masks put zeros there.
     packed = [
-        _Reorder.apply(x.transpose(1, 2).reshape(-1, heads, width).masked_fill(hidden, 0), order, place)  # type: ignore[no-untyped-call]
+        Reorder.apply(x.transpose(1, 2).reshape(-1, heads, width).masked_fill(hidden, 0), order, place, None)  # type: ignore[no-untyped-call]
         for x in (query, key, value)
     ]
     output = flash(packed[0], packed[1], packed[2], ends, length, is_causal, dropout_p)
-    output = _Reorder.apply(output, place, order).masked_fill(hidden, 0)  # type: ignore[no-untyped-call]
+    output = Reorder.apply(output, place, order, None).masked_fill(hidden, 0)  # type: ignore[no-untyped-call]
     return output.view(batch, length, heads, width).transpose(1, 2)  # type: ignore[no-any-return]
 
 
@@ -109,20 +109,6 @@ def flash(
     return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
         query, key, value, ends, ends, longest, longest, dropout_p, is_causal, False
     )[0]
-
-
-class _Reorder(torch.autograd.Function):
-    """x[index] for a permutation: the gradient is one more gather, where autograd would scatter with atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        index, inverse = ctx.saved_tensors
-        return _Reorder.apply(grad, inverse, index), None, None  # type: ignore[no-untyped-call]
 
 
 def softmax_weights(

@@ -98,7 +98,7 @@ def check_log_prior(log_prior: object, heads: int, components: int, keys: int, q
             f"got {tuple(log_prior.shape)}"
         )
     check_same("log_prior", log_prior, query, dtype=False)
-    if _readable(log_prior) and bool((log_prior.isnan() | (log_prior == torch.inf)).any()):
+    if readable(log_prior) and bool((log_prior.isnan() | (log_prior == torch.inf)).any()):
         raise ValueError("log_prior: expected numbers below +inf (-inf removes a component), got NaN or +inf")
     return log_prior
 
@@ -111,7 +111,7 @@ def check_variance(variance: object, heads: int, components: int, query: Tensor)
         check_tensor("variance", variance, "H,M")
         check_shape("variance", variance, "H,M", (heads, components))
         check_same("variance", variance, query, dtype=False)
-        if _readable(variance) and not bool(((variance > 0) & variance.isfinite()).all()):
+        if readable(variance) and not bool(((variance > 0) & variance.isfinite()).all()):
             raise ValueError("variance: expected finite numbers above 0, got a tensor with others")
         return variance
     if isinstance(variance, bool) or not isinstance(variance, int | float):
@@ -153,5 +153,6 @@ def check_value(value: object, query: Tensor, key: Tensor) -> Tensor:
     return value
 
 
-def _readable(tensor: Tensor) -> bool:
+def readable(tensor: Tensor) -> bool:
+    """Whether its values may decide something here and now."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

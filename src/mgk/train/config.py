@@ -36,6 +36,8 @@ class DataConfig:
     """Put inputs of like length into one batch, so that short ones do not pay for long ones."""
     pad_multiple: int = 256
     """Lengths are padded to a multiple of this: few distinct lengths, so that CUDA graphs are used again."""
+    pack: int = 0
+    """Train without padding outside the attention, with batches of a multiple of so many tokens; 0 keeps padding."""
     train: str = "train"
     """Split to learn from."""
     valid: str = "dev"
@@ -48,7 +50,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("batch", "pad_multiple"):
             check.check_count(name, getattr(self, name))
-        check_number("valid_batch", self.valid_batch, 0)
+        for name in ("pack", "valid_batch"):
+            check_number(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,10 @@ class Config:
         check.check_choice("graphs", self.graphs, ("auto", "on", "off"))
         check.check_choice("strategy", self.strategy, ("auto", "ddp", "fsdp"))
         check.check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        if self.data.pack and self.accumulate > 1:
+            raise ValueError(
+                f"accumulate: expected 1 where data.pack leaves a batch no rows to cut, got {self.accumulate}"
+            )
         if self.optimiser.warmup > self.steps:
             raise ValueError(
                 f"optimiser.warmup: expected at most steps = {self.steps}, got {self.optimiser.warmup}; "

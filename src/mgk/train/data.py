@@ -31,6 +31,7 @@ class Source:
             max_length=self.max_length,
             bucket=config.data.bucket,
             pad_multiple=config.data.pad_multiple,
+            pack=config.data.pack,
             rank=rank,
             world=world,
         )
