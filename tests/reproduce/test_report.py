@@ -4,6 +4,7 @@ python -m tests.reproduce.test_report
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,10 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
     )
     assert main(["--check", *options]) == 1
     assert "not of the present grid: recipe: the run in listops/mgk-h4-s1.json" in capsys.readouterr().err
+    other = {"name": "listops", "digest": "f" * 16, "options": {}}
+    written(results, [made_up("listops", Row("mgk", 4), 1, 36.5, data=other)])
+    assert main(["--check", *options]) == 1
+    assert "listops/mgk-h4-s1.json: data: expected those of most of the task" in capsys.readouterr().err
 
 
 def test_every_picture_of_the_report_is_drawn(tmp_path: Path) -> None:
@@ -77,6 +82,23 @@ def test_every_picture_of_the_report_is_drawn(tmp_path: Path) -> None:
     shown = [part.split(")")[0] for part in report(records()).split("](figures/")[1:]]
     assert shown
     assert set(shown) <= names
+
+
+def test_figures_show_every_seed_and_leave_out_what_was_not_looked_into() -> None:
+    from mgk.reproduce.figures import by_layer, every_seed
+
+    first, second = seeds("listops", Row("smgk", 4), [37.0, 17.0])
+    steps, values = every_seed([first, second], "valid", "accuracy")
+    gaps = [math.isnan(value) for value in values]
+    assert gaps == [math.isnan(step) for step in steps] == [False] * 3 + [True] + [False] * 3 + [True]
+    assert values[:3] == first.curve("valid", "accuracy")[1]
+    assert values[4:7] == second.curve("valid", "accuracy")[1]
+    assert steps[:3] == [1.0, 2.0, 5.0]
+    blind = made_up("listops", Row("smgk", 4), 2, 37.0, inside=None)
+    assert by_layer([first, second, blind], "rank") == ([1, 2], [300.5, 200.0])
+    assert by_layer([first], "effective_heads", 4) == ([1, 2], [0.375, 0.25])
+    assert "## Inside the attention" in report([first])
+    assert "## Inside the attention" not in report([blind])
 
 
 def test_a_machine_without_tyro_rich_and_matplotlib_will_do(tmp_path: Path) -> None:

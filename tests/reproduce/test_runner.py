@@ -14,6 +14,7 @@ import pytest
 
 from mgk.reproduce import Cell, grid, read_all, records, sit
 from mgk.reproduce.grid import Row, Task
+from mgk.reproduce.main import main
 from mgk.reproduce.records import REQUIRED
 from mgk.reproduce.runner import Place, Stop, Tally, alarm, claimed, present, work
 from mgk.train import Config, evaluate, train
@@ -81,6 +82,30 @@ def test_a_record_says_what_its_run_says(data_root: Path, tmp_path: Path, monkey
     assert record.values["inside"]["length"] == 16
     assert 1 <= record.values["inside"]["rank"][0] <= 16
     assert record.values["inside"]["effective_heads"] == pytest.approx([1.0])  # one head is one head
+
+
+def test_a_record_names_every_commit_and_gpu_that_its_run_had(data_root: Path, tmp_path: Path) -> None:
+    fill(tmp_path, data_root, CELLS[:1])
+    run = tmp_path / "runs" / CELLS[0].name
+    start = json.loads((run / "run.json").read_text())["starts"][0]
+    for gpus, said in ((["A", "A", "B"], "A, B"), ([None, None], None)):
+        starts = [start | {"gpu": gpu, "commit": f"c{number % 2}"} for number, gpu in enumerate(gpus)]
+        (run / "run.json").write_text(json.dumps({"starts": starts}))
+        record = records.make(CELLS[0], run, jobs=1, data_root=data_root)
+        assert (record["gpu"], record["commit"], record["starts"]) == (said, "c0, c1", len(gpus))
+
+
+def test_the_command_of_a_record_trains_again_beside_a_finished_run(
+    data_root: Path, tmp_path: Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sit(CELLS[:1], data_root=data_root, device="cpu")
+    words = records.command(CELLS[0]).split()
+    assert words[:2] == ["mgk", "reproduce"]
+    assert main([*words[2:], "--data-root", str(data_root), "--device", "cpu"]) == 0
+    assert begun == [("softmax", 0), ("softmax", 0)]
+    (first,), (second,) = read_all(Path("results/cells")), read_all(Path("again/cells"))
+    assert first.test == second.test
 
 
 def test_a_cell_that_is_told_to_stop_goes_on_later_as_if_it_had_not(

@@ -1,7 +1,9 @@
-"""The pictures of the report: training curves of the first rows of each table, and costs against heads."""
+"""The pictures of the report: curves and ranks of the first rows of each table, every seed, and costs against heads."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from mgk.analysis.costs import cost_curves
 from mgk.analysis.figures import Points, costs, curves, save
 from mgk.reproduce.grid import TASKS
 from mgk.reproduce.records import Record
-from mgk.reproduce.report import drawn, first_rows, tabulate
+from mgk.reproduce.report import compared_rows, drawn, first_rows, looked_into, tabulate
 
 HEADS = (2, 4, 8, 16)
 
@@ -19,13 +21,43 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     table = tabulate(records)
     written = []
     for target, task in drawn(table):
-        firsts = [table[task][row][0] for row in first_rows(target, table[task])]
         quantity = "accuracy" if TASKS[task].metric == "accuracy" else "loss"
         panels: dict[str, dict[str, Points]] = {
-            f"{event} {name}": {record.row.label: record.curve(event, name) for record in firsts}
+            f"{event} {name}": {
+                row.label: every_seed(table[task][row], event, name) for row in first_rows(target, table[task])
+            }
             for event, name in (("train", "loss"), ("valid", quantity))
         }
-        written += save(curves(panels), folder / f"{target}-{task}")
+        written += save(curves(panels, x_label="thousand steps"), folder / f"{target}-{task}")
+    for task in looked_into(table):
+        rows = {row: table[task][row] for row in compared_rows(table[task])}
+        panels = {
+            "mean rank": {row.label: by_layer(found, "rank") for row, found in rows.items()},
+            "effective heads / heads": {
+                row.label: by_layer(found, "effective_heads", row.heads) for row, found in rows.items()
+            },
+        }
+        figure = curves(panels, x_label="layer")
+        for axes in figure.axes:
+            axes.locator_params("x", integer=True)
+        written += save(figure, folder / f"ranks-{task}")
     for name, family in (("softmax", ("softmax", "mgk", "smgk")), ("linear", ("linear", "mlk", "smlk"))):
         written += save(costs(cost_curves(family, heads=HEADS), heads=HEADS), folder / f"costs-{name}")
     return written
+
+
+def every_seed(records: Sequence[Record], event: str, quantity: str) -> Points:
+    """A curve for each seed, as one line with gaps: one of a plateau that some leave would not be the truth."""
+    steps, values = [], []
+    for record in records:
+        x, y = record.curve(event, quantity)
+        steps += [*(step / 1000 for step in x), math.nan]
+        values += [*y, math.nan]
+    return steps, values
+
+
+def by_layer(records: Sequence[Record], quantity: str, unit: int = 1) -> Points:
+    """The mean over seeds for each layer."""
+    found = [record.values["inside"][quantity] for record in records if record.values.get("inside")]
+    means = [statistics.mean(layer) / unit for layer in zip(*found, strict=True)]
+    return list(range(1, len(means) + 1)), means

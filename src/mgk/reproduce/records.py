@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,8 @@ from mgk.train.files import read_lines, write_text
 POINTS = 100  # of a curve
 SLIDING = "sliding by one"  # as mgk.train.evaluate calls the paper's perplexity
 REQUIRED = (
-    "recipe", "attention", "heads", "option", "seed", "metric", "dev", "test", "steps", "parameters", "configuration",
-    "curve", "seconds_per_step", "jobs", "peak_bytes", "gpu", "versions", "commit", "data",
+    "recipe", "attention", "heads", "option", "seed", "metric", "dev", "test", "steps", "parameters", "flops",
+    "configuration", "curve", "seconds_per_step", "jobs", "peak_bytes", "gpu", "versions", "commit", "data",
 )  # fmt: skip
 
 
@@ -50,8 +51,8 @@ def path_of(results: Path, cell: Cell) -> Path:
 
 
 def command(cell: Cell) -> str:
-    """What computes this cell again, anywhere."""
-    return f"mgk reproduce all --cells {cell.name} --results again"
+    """What computes this cell again, anywhere: also where its run is, finished, which would not be run again."""
+    return f"mgk reproduce all --cells {cell.name} --results again/cells --runs again/runs"
 
 
 def score(metric: Metric, numbers: dict[str, float]) -> float:
@@ -62,20 +63,21 @@ def score(metric: Metric, numbers: dict[str, float]) -> float:
 
 
 def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> dict[str, Any]:
-    """What the finished run in the folder `run` came to."""
+    """What the finished run in the folder `run` came to; commit and GPU are those of every start of it."""
     task, config = TASKS[cell.task], read(run / "config.json")
     result = json.loads((run / "result.json").read_text())
     starts = json.loads((run / "run.json").read_text())["starts"]
     log, last = read_lines(run / "log.jsonl"), starts[-1]
+    gpus, commits = (list(dict.fromkeys(start[name] for start in starts)) for name in ("gpu", "commit"))
     record: dict[str, Any] = {
         "recipe": cell.task, "attention": cell.row.attention, "heads": cell.row.heads, "option": cell.row.option,
         "seed": cell.seed, "metric": task.metric,
         "dev": score(task.metric, result["valid"]), "test": score(task.metric, result["test"]),
         "best_step": result["best_step"], "steps": result["step"], "parameters": result["parameters"],
         "flops": flops(config.model), "seconds_per_step": result["seconds_per_step"], "jobs": jobs,
-        "peak_bytes": result["peak_bytes"], "gpu": last["gpu"],
+        "peak_bytes": result["peak_bytes"], "gpu": ", ".join(map(str, gpus)) if any(gpus) else None,
         "versions": {"python": last["python"], **last["versions"]},
-        "commit": last["commit"], "data": last["data"], "starts": len(starts), "command": command(cell),
+        "commit": ", ".join(commits), "data": last["data"], "starts": len(starts), "command": command(cell),
     }  # fmt: skip
     if task.sliding and last["gpu"] is not None:  # minutes on a GPU, days without
         add(
@@ -137,11 +139,18 @@ def read_all(results: Path) -> list[Record]:
 
 
 def stale(records: Sequence[Record]) -> list[str]:
-    """Records of another configuration than the grid has now."""
+    """Records of another configuration than the grid has now, or of other data than most of their task."""
     complaints = []
+    digests: dict[str, Counter[str]] = {}
     for record in records:
+        digests.setdefault(record.cell.task, Counter())[record.values["data"]["digest"]] += 1
+    for record in records:
+        where, digest = f"{record.cell.name}.json", record.values["data"]["digest"]
+        usual = digests[record.cell.task].most_common(1)[0][0]
+        if digest != usual:
+            complaints.append(f"{where}: data: expected those of most of the task, {usual[:12]}, got {digest[:12]}")
         try:
-            check_same(from_dict(record.values["configuration"]), record.cell.config, Path(f"{record.cell.name}.json"))
+            check_same(from_dict(record.values["configuration"]), record.cell.config, Path(where))
         except (ValueError, TypeError) as error:
             complaints.append(str(error))
     return complaints

@@ -23,18 +23,24 @@ HEAD = """# Results
 
 Written by `mgk reproduce figures` from the records in `results/cells`, one for each training; do not edit.
 `mgk reproduce --check` verifies that this page follows from them. A mean stands with half of its 95% confidence
-interval (Student's t over seeds); a seed decides the initial weights, the order of the data and dropout. Any record is
-computed again with the command in it, e.g. `{command}`.
+interval (Student's t over seeds); a seed decides the initial weights, the order of the data and dropout, and the test
+set is the same for all. Any record is computed again with the command in it, e.g.
+`{command}`.
 """
-RULES = """A comparison is of two rows on one task, over their seeds; with less than two seeds in a row there is not
-enough data. The verdict of a claim is that of most of its comparisons with data; of two as frequent, the less
-favourable.
+RULES = """A comparison is of two rows on one task, over their seeds (Welch's t, not paired); with less than two seeds
+in a row there is not enough data, but one is enough for parameters, FLOPs and times. The verdict of a claim is the
+median of its comparisons with data, from no over within noise to yes: what more than half of them say, if so many
+agree. Of two in the middle it is the less favourable.
 """
 COSTS = """![FLOPs and parameters of softmax, MGK and sMGK against heads](figures/costs-softmax.svg)
 
 ![FLOPs and parameters of linear, MLK and sMLK against heads](figures/costs-linear.svg)
 
 FLOPs and parameters of the layers against the heads of the baseline, the mixtures with half of them (Figures 3 and 7).
+"""
+INSIDE = """Ranks of attention matrices, and the share of its heads that a layer would need if they were all different,
+after training; means over inputs, heads and seeds. Few heads differ more easily than many: the claim below is about as
+many each. `mgk figures RUN ...` draws the maps and the histograms of single runs.
 """
 TITLES = {
     "table1": "Table 1: softmax, sMGK and MGK on the Long Range Arena",
@@ -44,11 +50,13 @@ TITLES = {
     "ablations": "Ablations",
 }
 NOTES = {
-    "table3": "No WikiText-103: its training text is not among our data, so the paper's perplexities stand here for "
-    "their order alone.",
-    "ablations": "Short runs of one length. Keys mixed before the feature map are no row of their own: that is "
-    "linear attention with another parametrisation of its keys (`linear 4`).",
+    "table3": "No WikiText-103: its training text is not among our data. Short runs, too: the paper's models saw "
+    "12,288 million tokens. So the paper's perplexities are not comparable, and stand here for their order alone.",
+    "ablations": "Short runs of one length, M = 2 where nothing else is said. Keys mixed before the feature map are "
+    "those of linear attention, parametrised in another way.",
 }
+
+CURVES = ("table1", "table2", "table3")  # tables whose first rows are drawn
 
 Rows = Mapping[Row, Sequence[Record]]
 
@@ -74,6 +82,8 @@ def report(records: Sequence[Record], timings: Sequence[dict[str, Any]] = ()) ->
     parts += ["## What it costs\n", *([costs(table)] if table else []), COSTS]
     if table:
         parts += ["## Training curves\n", *map(picture, drawn(table))]
+    if seen := looked_into(table):
+        parts += ["## Inside the attention\n", INSIDE, *map(inside_picture, seen)]
     parts += ["## How each claim fared\n", RULES, *map(verdict, found)]
     parts += ["## Where the numbers come from\n", provenance(records)]
     return "\n".join(parts)
@@ -187,7 +197,7 @@ def costs(table: Mapping[str, Rows]) -> str:
 
 def drawn(table: Mapping[str, Rows]) -> list[tuple[str, str]]:
     """The figures of curves: family and task, where there is something to draw."""
-    pairs = [(target, task) for target in ("table1", "table2", "table3") for task in GROUPS[target][0] if task in table]
+    pairs = [(target, task) for target in CURVES for task in GROUPS[target][0] if task in table]
     return [(target, task) for target, task in pairs if first_rows(target, table[task])]
 
 
@@ -196,12 +206,27 @@ def first_rows(target: str, found: Rows) -> list[Row]:
     return [row for row in GROUPS[target][1][0] if row in found]
 
 
+def looked_into(table: Mapping[str, Rows]) -> list[str]:
+    """Tasks with a figure of ranks: those with rows to compare whose attention was looked into."""
+    return [task for task in TASKS if task in table and compared_rows(table[task])]
+
+
+def compared_rows(found: Rows) -> list[Row]:
+    """The first rows of Tables 1 to 3 that have ranks."""
+    listed = dict.fromkeys(row for target in CURVES for row in first_rows(target, found))
+    return [row for row in listed if any(record.values.get("inside") for record in found[row])]
+
+
 def picture(of: tuple[str, str]) -> str:
     target, task = of
     return (
         f"![Training loss and validation score on {task}, rows of {target}]({FIGURES}/{target}-{task}.svg)\n\n"
-        f"{task}, the first rows of {TITLES[target].partition(':')[0]}, the first seed of each.\n"
+        f"{task}, the first rows of {TITLES[target].partition(':')[0]}, every seed of each.\n"
     )
+
+
+def inside_picture(task: str) -> str:
+    return f"![Rank of attention and effective heads by layer on {task}]({FIGURES}/ranks-{task}.svg)\n\n{task}.\n"
 
 
 def provenance(records: Sequence[Record]) -> str:
