@@ -145,7 +145,9 @@ def test_a_merged_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     auto = {"bert": "AutoModelForSequenceClassification", "vit": "AutoModelForImageClassification"}
     loaded: Any = getattr(transformers, auto.get(name, "AutoModelForCausalLM")).from_pretrained(tmp_path)
     assert type(loaded) is type(small)
-    torch.testing.assert_close(logits(loaded, batch), logits(small, batch), rtol=0, atol=0)
+    expected = small.state_dict()
+    assert all(torch.equal(expected[name], value) for name, value in loaded.state_dict().items())
+    torch.testing.assert_close(logits(loaded, batch), logits(small, batch))  # read from a file, they lie elsewhere
 
 
 def test_fine_tuning_lowers_the_loss_of_a_merged_model() -> None:
