@@ -52,6 +52,12 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
     for name in ("table1-listops", "table2-text", "table3-enwiki", "costs-softmax"):
         assert (tmp_path / "docs" / "figures" / f"{name}.svg").exists()
     assert main(["--check", *options]) == 0
+    picture = tmp_path / "docs" / "figures" / "table3-enwiki.svg"
+    moved = picture.rename(tmp_path / "elsewhere.svg")
+    capsys.readouterr()
+    assert main(["--check", *options]) == 1
+    assert "1 of its pictures are not there: figures/table3-enwiki.svg; type: mgk" in capsys.readouterr().err
+    moved.rename(picture)
     written(results, [made_up("listops", Row("mgk", 4), 1, 36.5)])
     assert main(["--check", *options]) == 1
     capsys.readouterr()

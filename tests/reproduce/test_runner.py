@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mgk.reproduce import Cell, grid, read_all, records, sit
+from mgk.reproduce import Cell, grid, read_all, records, runner, sit
 from mgk.reproduce.grid import Row, Task
 from mgk.reproduce.main import main
 from mgk.reproduce.records import REQUIRED
@@ -194,6 +195,57 @@ def test_a_failure_does_not_stop_the_others_and_is_tried_again_later(
     assert fill(tmp_path, data_root, CELLS[:2]).finished == [CELLS[0].name]
 
 
+@pytest.mark.parametrize("error", [OverflowError("math range error"), KeyError("loss"), AssertionError("a kernel's")])
+def test_whatever_a_failure_is_called_the_others_go_on(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """As the record is made, too: exp of a diverged loss, say."""
+    real = records.make
+
+    def failing(cell: Cell, *args: Any, **options: Any) -> dict[str, Any]:
+        if cell == CELLS[0]:
+            raise error
+        return real(cell, *args, **options)
+
+    monkeypatch.setattr(records, "make", failing)
+    tally = fill(tmp_path, data_root, CELLS[:2])
+    assert tally.finished == [CELLS[1].name]
+    assert tally.failed == {CELLS[0].name: f"{type(error).__name__}: {error}"}
+
+
+def test_a_process_that_lost_its_gpu_hands_on_to_another(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[Any]
+) -> None:
+    """After an illegal access every call of CUDA fails in that process; which this one is made to believe."""
+
+    def failing(self: Learner, step: int, batch: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Learner, "update", failing)
+    monkeypatch.setattr(runner, "answers", lambda: False)
+    tally = fill(tmp_path, data_root, CELLS[:3])
+    assert begun == [("softmax", 0)]  # here; the others in a process of their own, which can
+    assert list(tally.failed) == [CELLS[0].name]
+    assert tally.finished == [cell.name for cell in CELLS[1:3]]
+
+
+class Deadly(Config):
+    """A run that takes its process with it."""
+
+    def __post_init__(self) -> None:
+        if multiprocessing.parent_process() is not None and self.model.attention == "softmax":
+            os._exit(11)
+
+
+def test_a_process_that_dies_takes_one_cell_with_it(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_listops(monkeypatch, Deadly(**vars(tiny(steps=8))))
+    tally = fill(tmp_path, data_root, CELLS[:3], jobs=2)
+    died = "its process died with exit status 11"
+    assert tally == Tally([CELLS[1].name], {CELLS[0].name: died, CELLS[2].name: died})
+
+
 def test_side_by_side_gives_the_same_records(data_root: Path, tmp_path: Path) -> None:
     fill(tmp_path / "one", data_root, CELLS[:2])
     tally = fill(tmp_path / "two", data_root, CELLS[:2], jobs=2)
@@ -245,6 +297,41 @@ def test_tasks_without_data_are_left_out_with_advice(data_root: Path, tmp_path: 
     tally = fill(tmp_path, data_root, [Cell("text", Row("softmax", 8), 0), CELLS[0]])
     assert tally.finished == [CELLS[0].name]
     assert "mgk data prepare imdb" in tally.absent["text"]
+
+
+def test_a_task_that_does_not_fit_its_data_does_not_stop_the_others(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(grid.TASKS, "text", Task(tiny(model__vocabulary=7), "accuracy", "Small."))
+    tally = fill(tmp_path, data_root, [Cell("text", SMGK, 0), CELLS[0]])
+    assert tally.finished == [CELLS[0].name]
+    assert "model.vocabulary: expected at least 16" in tally.absent["text"]
+
+
+def test_a_record_that_cannot_stand_for_its_cell_is_told_and_left_alone(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[Any]
+) -> None:
+    """Of another configuration, or damaged: neither finished nor lost, and the others go on."""
+    fill(tmp_path, data_root, CELLS[:2])
+    small_listops(monkeypatch, tiny(steps=9))
+    records.path_of(tmp_path / "cells", CELLS[1]).write_text("{")
+    tally = fill(tmp_path, data_root, CELLS[:3])
+    assert tally.finished == [CELLS[2].name]
+    assert len(begun) == 3
+    assert list(tally.failed) == [CELLS[0].name, CELLS[1].name]
+    assert "steps: the run in" in tally.failed[CELLS[0].name]
+    assert "begun with 8, got 9" in tally.failed[CELLS[0].name]
+    assert all("remove it, and it is computed again" in reason for reason in tally.failed.values())
+
+
+def test_a_run_of_two_data_sets_gives_no_record(data_root: Path, tmp_path: Path) -> None:
+    fill(tmp_path, data_root, CELLS[:1])
+    run = tmp_path / "runs" / CELLS[0].name
+    facts = json.loads((run / "run.json").read_text())
+    facts["starts"].insert(0, facts["starts"][0] | {"data": {"digest": "f" * 16}})
+    (run / "run.json").write_text(json.dumps(facts))
+    records.path_of(tmp_path / "cells", CELLS[0]).unlink()
+    assert "went on with other data" in fill(tmp_path, data_root, CELLS[:1]).failed[CELLS[0].name]
 
 
 @pytest.mark.parametrize("wrong", [{"budget": 0}, {"jobs": 0}])

@@ -42,7 +42,7 @@ def reproduce(
             wikitext2, enwiki, enwik8-short.
         heads: only the rows that are compared with a baseline of so many heads.
         cells: these trainings alone, e.g. listops/smgk-h4-s0.
-        check: train nothing; verify that the records are the grid's and the report follows from them.
+        check: train nothing; verify that the records are the grid's, the report follows from them and has its figures.
         results: where the record of each finished training goes.
         runs: where unfinished trainings are.
         out: the report; its figures go beside it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,13 +77,18 @@ def write(results: Path, out: Path) -> None:
 
 
 def verify(results: Path, out: Path) -> None:
-    """The records are those of the grid, and the report is what they say."""
+    """The records are those of the grid, the report is what they say, and its pictures are there."""
     complaints = records.stale(records.read_all(results))
     if complaints:
         raise ValueError(f"{len(complaints)} records are not of the present grid: {complaints[0]}")
     found = out.read_text(encoding="utf-8") if out.exists() else ""
     if found != text(results):
         raise ValueError(f"{out} does not follow from the records in {results}; type: mgk reproduce figures")
+    absent = [name for name in re.findall(r"!\[.*?\]\((.+?)\)", found) if not (out.parent / name).is_file()]
+    if absent:
+        raise ValueError(
+            f"{out}: {len(absent)} of its pictures are not there: {absent[0]}; type: mgk reproduce figures"
+        )
     print(f"{out} follows from the {len(records.read_all(results))} records in {results}")
 
 
@@ -99,7 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cells", nargs="+", default=(), help="these cells alone, RECIPE/ATTENTION-hHEADS[-OPTION]-sSEED"
     )
-    parser.add_argument("--check", action="store_true", help="verify that the report follows from the records")
+    parser.add_argument(
+        "--check", action="store_true", help="verify that the report follows from the records, and has its figures"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--out", type=Path, default=REPORT)

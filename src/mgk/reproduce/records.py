@@ -68,6 +68,8 @@ def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> 
     result = json.loads((run / "result.json").read_text())
     starts = json.loads((run / "run.json").read_text())["starts"]
     log, last = read_lines(run / "log.jsonl"), starts[-1]
+    if len({start["data"]["digest"] for start in starts}) > 1:
+        raise ValueError(f"{run}: went on with other data than it was begun with; remove it, and it is trained again")
     gpus, commits = (list(dict.fromkeys(start[name] for start in starts)) for name in ("gpu", "commit"))
     record: dict[str, Any] = {
         "recipe": cell.task, "attention": cell.row.attention, "heads": cell.row.heads, "option": cell.row.option,
@@ -95,7 +97,7 @@ def add(record: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
     """What is measured beside the score: if it fails, the training was not in vain, and the record says why."""
     try:
         record[name] = measure()
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         record |= {name: None, f"{name}_error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
@@ -130,6 +132,17 @@ def load(path: Path, results: Path) -> Record:
     if said != cell:
         raise ValueError(f"{path}: holds the record of {said.name}; its name must be that of its content")
     return Record(cell, values)
+
+
+def wrong(results: Path, cell: Cell) -> str | None:
+    """Why the record of a cell cannot stand for it as the grid is now; None if it can."""
+    path = path_of(results, cell)
+    try:
+        complaints = stale([load(path, results)])
+    except ValueError as error:
+        return str(error)
+    again = "remove it, and it is computed again"
+    return f"{path}: of another configuration ({complaints[0]}); {again}" if complaints else None
 
 
 def read_all(results: Path) -> list[Record]:

@@ -7,6 +7,9 @@ is the folder of a run, which the next sitting continues from its last checkpoin
 A process asks itself to stop, by SIGTERM, some time before the end of the budget: within training that means a
 checkpoint after the step it is in, elsewhere (evaluation, start-up) it stops at once, as the last checkpoint is enough.
 
+A cell that fails is noted, and the others go on; also where it takes the process with it, or the GPU from the process,
+as an illegal access does: then another process goes on.
+
 Side by side pays where one training leaves the GPU idle between kernels: steps replayed from CUDA graphs on long inputs
 do not, eager ones (adaptive softmax) do. Processes share a GPU by turns, or, where `nvidia-cuda-mps-control -d` has
 been started, truly at the same time. Batches are made in the training process: that takes a millisecond, which the GPU
@@ -26,6 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +83,15 @@ class Place:
         sitting, _, reason = path.read_text().partition("\n") if path.exists() else ("", "", "")
         return reason.strip() if sitting == self.sitting else None
 
+    def bury(self, cell: Cell, reason: str) -> None:
+        """Of a process that died: what it was at has failed, unless it had said how it ended."""
+        if not self.finished(cell) and self.failure(cell) is None:
+            self.fail(cell, reason)
+
+    def fail(self, cell: Cell, reason: str) -> None:
+        write_text(self.beside(cell, "failed"), f"{self.sitting}\n{reason}\n")
+        tell(self, f"{cell.name}: failed: {reason}")
+
 
 @dataclass(frozen=True)
 class Tally:
@@ -125,20 +138,20 @@ def sit(
         raise ValueError(f"budget: expected minutes above 0, got {budget}")
     seconds = math.inf if budget is None else 60 * budget
     grace = min(GRACE, seconds / 10)
-    todo, absent = present([cell for cell in cells if not records.path_of(results, cell).exists()], data_root)
+    there = [cell for cell in cells if records.path_of(results, cell).exists()]
+    wrong = {cell.name: why for cell in there if (why := records.wrong(results, cell)) is not None}
+    todo, absent = present([cell for cell in cells if cell not in there], data_root)
     place = Place(
         results, runs, data_root, began + seconds - grace, min(START, seconds / 10), jobs, device, quiet,
         f"{os.getpid()}-{time.time_ns()}",
     )  # fmt: skip
-    if jobs == 1:
-        work(todo, place)
-    else:
+    if jobs > 1 or not work(todo, place):
         side_by_side(todo, place, grace)
     left = [cell for cell, _ in todo if not place.finished(cell)]
     failed = {cell.name: reason for cell in left if (reason := place.failure(cell)) is not None}
     return Tally(
         [cell.name for cell, _ in todo if place.finished(cell)],
-        failed,
+        failed | wrong,
         [cell.name for cell in left if cell.name not in failed],
         absent,
     )
@@ -157,7 +170,7 @@ def present(cells: Sequence[Cell], data_root: Path | None) -> tuple[list[Job], d
                     mgk.data.prepare("listops", root=data_root)
                 load(config, data_root)
                 sound.add(cell.task)
-            except mgk.data.DataError as error:
+            except ValueError as error:  # no data, or other data than the model is for
                 absent[cell.task] = str(error)
         if cell.task in sound:
             kept.append((cell, config))
@@ -167,14 +180,27 @@ def present(cells: Sequence[Cell], data_root: Path | None) -> tuple[list[Job], d
 def side_by_side(todo: Sequence[Job], place: Place, grace: float) -> None:
     """Processes of their own: a GPU is shared by processes, a Python interpreter is not."""
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=work, args=(todo, place)) for _ in range(min(place.jobs, len(todo)))]
+    workers: dict[Any, Any] = {}  # and the number of the cell that each is at
     end = place.stop_at + grace
+
+    def begin() -> None:
+        at = context.RawValue("i", -1)
+        worker = context.Process(target=serve, args=(todo, place, at))
+        workers[worker] = at
+        worker.start()
+
     try:
         with alarm(math.inf):  # told to stop, we tell them
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join(None if math.isinf(end) else max(0.0, end - time.monotonic()))
+            for _ in range(min(place.jobs, len(todo))):
+                begin()
+            while workers and time.monotonic() < end:
+                ended = wait([w.sentinel for w in workers], None if math.isinf(end) else end - time.monotonic())
+                for worker in [w for w in workers if w.sentinel in ended]:
+                    worker.join()
+                    at = workers.pop(worker).value
+                    if worker.exitcode and at >= 0:  # a cell less to do each time, so this ends
+                        place.bury(todo[at][0], f"its process died with exit status {worker.exitcode}")
+                        begin()
     except Stop:
         pass
     finally:
@@ -188,23 +214,31 @@ def side_by_side(todo: Sequence[Job], place: Place, grace: float) -> None:
                 worker.join()
 
 
-def work(todo: Sequence[Job], place: Place) -> None:
-    """One process of a sitting."""
+def serve(todo: Sequence[Job], place: Place, at: Any) -> None:
+    """A process of `side_by_side`; `at` is memory that its parent reads."""
+    if not work(todo, place, at):
+        raise SystemExit(1)
+
+
+def work(todo: Sequence[Job], place: Place, at: Any = None) -> bool:
+    """One process of a sitting; False if the GPU is lost to it, and cells are left."""
     try:
         with alarm(place.stop_at):
-            for cell, config in todo:
+            for number, (cell, config) in enumerate(todo):
                 if time.monotonic() + place.start > place.stop_at:
                     break
                 with claimed(place.beside(cell, "lock")) as mine:
-                    if (
-                        mine
-                        and not place.finished(cell)
-                        and place.failure(cell) is None
-                        and not fill(cell, config, place)
-                    ):
+                    if not mine or place.finished(cell) or place.failure(cell) is not None:
+                        continue
+                    if at is not None:
+                        at.value = number
+                    if not fill(cell, config, place):
                         break
+                    if not answers():
+                        return False
     except Stop:
         pass
+    return True
 
 
 def fill(cell: Cell, config: Config, place: Place) -> bool:
@@ -220,14 +254,20 @@ def fill(cell: Cell, config: Config, place: Place) -> bool:
         values = records.make(cell, run, jobs=place.jobs, data_root=place.data_root)
         records.write(place.results, cell, values)
         tell(place, f"{cell.name}: test {values['test']:.4g} after {time.monotonic() - began:.0f} s")
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        write_text(place.beside(cell, "failed"), f"{place.sitting}\n{reason}\n")
-        tell(place, f"{cell.name}: failed: {reason}")
-    finally:
-        gc.collect()  # graphs and their memory, before the next run or another process wants it
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    except Exception as error:  # PyTorch, Triton and Python each have names of their own for what goes wrong
+        place.fail(cell, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return True
+
+
+def answers() -> bool:
+    """Whether the GPU still works for this process. What the run before left in its memory is freed."""
+    gc.collect()  # graphs and their memory, before the next run or another process wants it
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        try:
+            torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
     return True
 
 
