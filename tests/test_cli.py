@@ -41,6 +41,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"mgk {mgk.__version__}\n"
+
+
 def test_from_data_to_trained_model_and_table(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +161,8 @@ def test_demo_shows_every_variant_and_trains(
     ("command", "status", "says"),
     [
         ("", 2, "bench"),
-        ("nonsense", 2, "nonsense"),
+        ("nonsense", 2, "command: expected one of train, eval, "),
+        ("data nonsense", 2, "command: expected one of list, prepare, verify, got 'nonsense'"),
         ("train lra-txt", 2, "did you mean lra-text?"),
         ("train lra-text --model.hedas 3", 2, "--model.hedas"),
         ("train lra-text --steps many", 2, "--steps"),

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+import mgk
 from mgk.analysis.commands import explore, figures
 from mgk.cli_hf import convert, generate
 from mgk.reproduce.commands import reproduce
@@ -289,13 +290,18 @@ def parse(arguments: Sequence[str]) -> Callable[[], None]:
 
         return with_options
 
+    if words == ["--version"]:
+        return lambda: print(f"mgk {mgk.__version__}")
     nested = words[:1] == ["data"]
+    commands, rest = (DATA_COMMANDS, words[1:]) if nested else (COMMANDS, words)
+    if rest and not rest[0].startswith("-") and rest[0] not in commands:
+        raise UsageError(f"command: expected one of {', '.join(commands)}, got {rest[0]!r}")
     with one_line():
         command: Callable[[], None] = tyro.extras.subcommand_cli_from_dict(
-            {name: later(function) for name, function in (DATA_COMMANDS if nested else COMMANDS).items()},
+            {name: later(function) for name, function in commands.items()},
             prog="mgk data" if nested else "mgk",
             description="Transformers whose attention keys are mixtures. --debug shows the traceback of an error.",
-            args=words[1:] if nested else words,
+            args=rest,
         )
     return command
 

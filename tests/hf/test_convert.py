@@ -248,6 +248,12 @@ def test_a_wrong_command_is_told(tmp_path: Path) -> None:
         ((tmp_path,), {}, "PATHS: expected what to convert and the folder to write, got 1"),
         ((tmp_path, tmp_path), {"from_": "x"}, "PATHS: expected the folder to write, got 2"),
         ((tmp_path,), {"from_": "x"}, "--heads-to-mixtures"),
+        ((tmp_path / "none", tmp_path / "new"), {}, "none: expected the folder of a run or of a model"),
+        (
+            (tmp_path / "new",),
+            {"from_": f"{tmp_path}/none", "heads_to_mixtures": True},
+            "--from: expected a run, a folder",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             convert(paths, **options)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("classifier", "smlk", {}),
     ("matcher", "smgk-em", {}),
     ("language", "softmax", {"cutoffs": ()}),
+    ("language", "smlk", {"cutoffs": ()}),
     ("language", "mgk-hard", {"cutoffs": (), "positions": "learned"}),
     ("language", "smgk", {"cutoffs": (), "norm": "pre", "positions": "rotary"}),
     ("vision", "mgk-variance", {"pooling": "class"}),

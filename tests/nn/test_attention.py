@@ -58,6 +58,19 @@ def test_causal_module_is_a_causal_call(kind: str) -> None:
 
 
 @each_variant
+@pytest.mark.parametrize("beside", [False, True])
+def test_causal_mask_is_a_causal_call(kind: str, beside: bool) -> None:
+    """As bool, as float, for a cache's rectangle, and beside the flag."""
+    module, x, y = make(kind), normal(2, 5, 12), normal(2, 7, 12)
+    for key in (x, y):
+        hidden = torch.ones(5, key.shape[1], dtype=torch.bool).triu(1 + key.shape[1] - 5)
+        expected = module(x, key, is_causal=True)[0]
+        for mask in (hidden, torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)):
+            found = module(x, key, attn_mask=mask, is_causal=beside)[0]
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@each_variant
 def test_unbatched_input_is_a_batch_of_one(kind: str) -> None:
     module, x = make(kind), normal(5, 12)
     padding = torch.tensor([False, False, True, False, True])

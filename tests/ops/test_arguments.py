@@ -56,6 +56,7 @@ def tensors(rank: int, axes: str, *, dtype: bool) -> list[Bad]:
         ("array", lambda x: np.zeros(x.shape), TypeError, r"expected a torch\.Tensor .*got ndarray"),
         ("integers", lambda x: x.long(), TypeError, r"expected a floating-point tensor .*got dtype torch\.int64"),
         ("complex", lambda x: x.cfloat(), TypeError, r"expected a floating-point tensor .*torch\.complex64"),
+        ("bytes", lambda x: x.to(torch.float8_e5m2), TypeError, r"expected .* of 16 bits up, got dtype .*float8_e5m2"),
         ("one axis less", lambda x: x[0], ValueError, rf"expected {rank} dimensions \({axes}\), got .*shape \("),
         ("one axis more", lambda x: x[None], ValueError, rf"expected {rank} dimensions \({axes}\), got .*shape \(1,"),
     ]
@@ -206,6 +207,20 @@ def test_every_function_is_tried() -> None:
     assert {name for name, _ in CALLS} == {name for name in mgk.ops.__all__ if "mlk" not in name} & set(
         dir(mgk.ops.api)
     )
+
+
+@pytest.mark.parametrize("name", ["mgk_attention", "prior_statistics", "update_prior"])
+def test_triton_by_name_wants_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="impl: expected CUDA tensors for 'triton', got cpu"):
+        getattr(mgk, name)(**valid(name, "mgk") | {"impl": "triton"})
+
+
+def test_auto_has_an_implementation_for_every_device() -> None:
+    """One for which nothing better was written takes the formula itself."""
+    for device, expected in (("cpu", mgk.ops.blockwise), ("meta", mgk.ops.reference)):
+        query = torch.empty(1, 1, 1, 1, device=device)
+        assert mgk.ops.api.implementation("auto", query, query) is expected
 
 
 @pytest.mark.parametrize(("name", "variant"), CALLS)

@@ -79,6 +79,25 @@ def test_each_road_is_taken_and_right(inputs: Inputs, e_step: str, expected: lis
         assert_close(f"gradient of {name}", grad / scale, wanted[name] / scale, 1e-8)
 
 
+@pytest.mark.parametrize("variance", [None, "tensor"])
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scale", [30.0, 1000.0, 10000.0])
+def test_weights_of_backward_sum_to_one(variant: str, e_step: str, variance: str | None, scale: float) -> None:
+    """However large the exponents are: float32 has an error of 64 in exponents of 1e9.
+
+    The gradient of the values holds the weights; where that of the output is 1, it sums to Nq over the keys.
+    """
+    case = Case(variant, Nq=9, Nk=11, D=16, variance=variance, e_step=e_step)
+    inputs = {name: tensor.detach().float() for name, tensor in case.inputs().items()}
+    large = {name: inputs[name] * scale for name in ("query", "key", "shift") if name in inputs}
+    inputs = {name: tensor.requires_grad_() for name, tensor in (inputs | large).items()}
+    output = attend(inputs, "blockwise", **case.options())
+    (grad,) = torch.autograd.grad(output.sum(), inputs["value"])
+    total = grad.sum(2)
+    assert_close("sum of weights", total, torch.full_like(total, case.Nq), 1e-5)
+
+
 def test_exact_maximum_ignores_a_removed_component(roads: list[str]) -> None:
     """The component with the prior -inf would have the largest exponent by far."""
     inputs = far_apart(100, "mgk")

@@ -236,7 +236,7 @@ def test_smallest_sizes(impl: str, variant: str, e_step: str, sizes: dict[str, i
     assert_same(attend(inputs, impl, **case.options()), expected, inputs)
 
 
-@pytest.mark.parametrize("sizes", [{"B": 0}, {"Nq": 0}, {"Nk": 0}, {"Dv": 0}, {"Nq": 0, "Nk": 0}], ids=str)
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0}, {"Nq": 0}, {"Nk": 0}, {"Dv": 0}, {"Nq": 0, "Nk": 0}], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -34,8 +34,44 @@ def test_gradcheck(impl: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) 
     single = key[:, :, 0].detach().requires_grad_()
     for call, arguments in ((mlk, (query, key, value, log_prior)), (smlk, (query, single, shift, value, log_prior))):
         assert torch.autograd.gradcheck(call, arguments)
-        if impl == "reference":
-            assert torch.autograd.gradgradcheck(call, arguments)
+        assert torch.autograd.gradgradcheck(call, arguments)
+
+
+def test_a_constant_takes_no_part_in_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One derivative after another, of the queries alone."""
+    monkeypatch.setattr(linear, "CHUNK", 2)
+    query, key, value, log_prior = (x.detach() for x in inputs(B=1, Nq=5, Nk=5).values())
+    second = []
+    for impl in ("reference", "blockwise"):
+        moved = query.clone().requires_grad_()
+        output = mlk_attention(moved, key, value, log_prior, is_causal=True, impl=impl)
+        (first,) = torch.autograd.grad(output.square().sum(), moved, create_graph=True)
+        second += torch.autograd.grad(first.square().sum(), moved)
+    torch.testing.assert_close(second[1], second[0])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", [{"Nq": 0}, {"Nk": 0}, {"Nq": 0, "Nk": 0}, {"B": 0}], ids=str)
+@everywhere
+def test_nothing_to_read_is_zero_and_has_gradients_of_zero(impl: str, sizes: dict[str, int], is_causal: bool) -> None:
+    arguments = inputs(**sizes)  # type: ignore[arg-type]
+    output = mlk_attention(**arguments, is_causal=is_causal, impl=impl)
+    assert (output == 0).all()
+    for grad in torch.autograd.grad(output.sum(), list(arguments.values())):
+        assert (grad == 0).all()
+
+
+def test_causal_attention_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With entries of 300 too, where one scale does not do for a chunk."""
+    monkeypatch.setattr(linear, "CHUNK", 4)
+    torch.compiler.reset()
+    compiled = torch.compile(mlk_attention, fullgraph=True, backend="aot_eager")
+    for scale in (1.0, 300.0):
+        arguments = inputs(Nq=10, Nk=11, scale=scale)
+        found = compiled(**arguments, is_causal=True, impl="blockwise")
+        expected = mlk_attention(**arguments, is_causal=True, impl="reference")
+        agree(gradients(found, arguments), gradients(expected, arguments))
+        agree([found], [expected])
 
 
 def test_gradients_flow_through_the_state() -> None:

@@ -230,6 +230,14 @@ def test_dropout_shows_one_mask_forward_and_backward(variant: str) -> None:
         assert torch.allclose(have.cpu().double(), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_without_entries_give_no_gradient(variant: str) -> None:
+    inputs = replace(CASE, variant=variant, Dv=0).inputs(torch.float32)
+    output, *grads = run(inputs, "triton", {})
+    assert output.shape[-1] == 0
+    assert not any(grad.any() for grad in grads)
+
+
 def test_strided_inputs_keep_their_layout() -> None:
     """(B,N,H,D) in memory, as projections leave it: no copy before, none after."""
     query, key, value = torch.randn(3, 2, 33, 2, 16).transpose(2, 3).to(DEVICE).unbind(0)

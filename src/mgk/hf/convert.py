@@ -110,6 +110,8 @@ def hf_to_run(folder: str | Path, out: str | Path, *, data: str = "") -> Path:
         data: name of the data set, for a model that does not come from a run.
     """
     folder, out = Path(folder), empty(out)
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder}: expected the folder of a run or of a model, found no config.json in it")
     model = load(folder)
     weights = {name: tensor.contiguous() for name, tensor in model.mgk.state_dict().items()}
     kept = folder / RECORD

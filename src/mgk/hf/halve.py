@@ -51,6 +51,9 @@ def halve(
         model: Any = from_run(folder, which)
         texts = texts_of_run(settings, data_root, windows, length)
     else:
+        on_hub = not folder.is_absolute() and len(folder.parts) <= 2  # OWNER/NAME
+        if not on_hub and not folder.is_dir():
+            raise ValueError(f"--from: expected a run, a folder or the name of a model on the hub, got {model_name}")
         model, tokenizer = AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
         if text is None:
             raise ValueError(f"--text: expected a file to calibrate on, since {model_name} is no run of mgk, got none")

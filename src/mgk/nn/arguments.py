@@ -91,6 +91,25 @@ def key_mask(name: str, padding: object, axes: str, expected: tuple[int, ...], q
     return ~padding
 
 
+def check_attn_mask(attn_mask: object, is_causal: bool, num_queries: int, num_keys: int) -> bool:
+    """Whether the call is causal. Beside `is_causal`, a hint of PyTorch's, the mask's numbers are not read."""
+    if attn_mask is None:
+        return is_causal
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask: expected a tensor (Nq,Nk) or None, got {check.describe(attn_mask)}")
+    if attn_mask.dim() < 2 or attn_mask.shape[-2:] != (num_queries, num_keys):
+        raise ValueError(f"attn_mask: expected (Nq,Nk) = {(num_queries, num_keys)}, got {check.describe(attn_mask)}")
+    if not is_causal:
+        future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=attn_mask.device)
+        future = future.triu(1 + num_keys - num_queries)
+        hidden = (
+            future if attn_mask.dtype == torch.bool else torch.zeros_like(attn_mask).masked_fill(future, -torch.inf)
+        )
+        if not bool((attn_mask == hidden).all()):
+            raise ValueError("attn_mask: expected None or the causal mask (True or -inf hides), got another mask")
+    return True
+
+
 def check_rotary(rotary_dim: object, head_dim: int, variant: str) -> int:
     rotary_dim = check_rotary_dim(rotary_dim, head_dim)
     if variant in SHIFTED and rotary_dim == head_dim:

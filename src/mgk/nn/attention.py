@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mgk.nn.arguments import (
     MEANS,
     MIXINGS,
+    check_attn_mask,
     check_cache,
     check_combination,
     check_rotary,
@@ -235,7 +236,7 @@ class MixtureAttention(nn.Module):
                 `out_proj`; it costs nothing where the operator can skip it, and does not count in an M-step.
             rotary: the rotation of the positions of `query`, (B,Nq,D) or (1,Nq,D), if the module has a `rotary_dim`.
             need_weights: return A too, which needs Nq x Nk memory; without dropout.
-            attn_mask: accepted with `is_causal=True` alone, as the causal mask that PyTorch's layers pass beside it.
+            attn_mask: (Nq,Nk), the causal mask and no other, which stands for `is_causal=True` and may come beside it.
             average_attn_weights: average A over the heads.
             is_causal: a query sees the keys up to its own position; the last query sees every key.
             cache: of `new_cache`. `query` then holds the positions after those in the cache and is added to it. Such a
@@ -244,8 +245,7 @@ class MixtureAttention(nn.Module):
         Returns:
             The output (B,Nq,E), and A as (B,Nq,Nk) or (B,H,Nq,Nk) if asked for, else None.
         """
-        if not check.check_flag("is_causal", is_causal) and attn_mask is not None:
-            raise ValueError("attn_mask: expected None, or the causal mask with is_causal=True, got a mask alone")
+        check.check_flag("is_causal", is_causal)
         if key is None and value is not None:
             raise ValueError("value: expected None where key is None, got a tensor")
         is_self = key is None or key is query
@@ -267,6 +267,7 @@ class MixtureAttention(nn.Module):
             raise ValueError(
                 f"key: expected at most {self.log_prior.shape[2]} positions (prior_positions), got {num_keys}"
             )
+        is_causal = check_attn_mask(attn_mask, is_causal, query.shape[1], num_keys)
         check_rotation(rotary, self.rotary_dim, query, self.head_dim, is_self)
         mask = key_mask("key_padding_mask", key_padding_mask, "B,Nk", (len(query), num_keys), query)
         if query_padding_mask is key_padding_mask and num_keys == query.shape[1]:

@@ -38,7 +38,7 @@ def replace_attention(
 
     The new modules have initial values of their own and are to be trained, but for `variant="softmax"` with all heads,
     which takes the old ones over. They return no attention weights unless called with `need_weights=True`, and of masks
-    they take `key_padding_mask` and the causal one (with `is_causal=True`, as PyTorch's layers pass it).
+    they take `key_padding_mask` and the causal one.
 
     Args:
         model: changed in place, and returned; an `nn.MultiheadAttention` itself gives the new module.

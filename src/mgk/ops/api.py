@@ -243,7 +243,9 @@ def update_components(
         query, key, key.shape[2], log_prior, variance, "soft", is_causal, key_mask, 0.0
     )
     query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
-    module = implementation("blockwise" if impl == "auto" else impl, query, query)
+    if impl == "auto" and query.device.type != "cpu":  # Triton has no kernel for it
+        impl = "reference"
+    module = implementation(impl, query, query)
     if not hasattr(module, "component_statistics"):
         raise ValueError(f"impl: expected 'auto', 'reference' or 'blockwise' for update_components, got {impl!r}")
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
@@ -264,15 +266,17 @@ def update_components(
 
 
 def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
-    """The module that does the work. "auto" is Triton on CUDA where it applies, else blockwise."""
+    """The module that does the work. "auto" is blockwise on a CPU, Triton on CUDA where it applies, else reference."""
     check.check_choice("impl", impl, IMPLEMENTATIONS)
     if impl == "auto":
         fits = query.dtype in TRITON_DTYPES and max(query.shape[-1], value.shape[-1]) <= TRITON_WIDTH
         on_gpu = query.device.type == "cuda" and HAS_TRITON
-        impl = "triton" if on_gpu and fits else "blockwise"
+        elsewhere = "triton" if on_gpu and fits else "reference"
+        impl = "blockwise" if query.device.type == "cpu" else elsewhere
     if impl == "triton":  # not loaded before it is needed
         from mgk.ops import triton
 
+        triton.require_support(query, value)
         return triton
     return reference if impl == "reference" else blockwise
 

@@ -24,8 +24,8 @@ def check_tensor(name: str, value: object, axes: str) -> Tensor:
     """A float tensor with as many dimensions as `axes` names, e.g. "B,H,Nq,D"."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor ({axes}), got {describe(value)}")
-    if not value.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor ({axes}), got dtype {value.dtype}")
+    if not value.is_floating_point() or value.dtype.itemsize < 2:
+        raise TypeError(f"{name}: expected a floating-point tensor ({axes}) of 16 bits up, got dtype {value.dtype}")
     if value.dim() != axes.count(",") + 1:
         raise ValueError(f"{name}: expected {axes.count(',') + 1} dimensions ({axes}), got {describe(value)}")
     return value

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk.ops.blockwise_attend import Dropout, WeightGradient, attend, attend_backward
+from mgk.ops.blockwise_attend import Dropout, WeightGradient, attend, attend_backward, is_large
 from mgk.ops.blockwise_kernels import LOWEST, LOWEST_BACKWARD, Mixture, Scratch, make_blocks
 from mgk.ops.blockwise_shifted import ShiftedHard, ShiftedSoft, as_mixture
 from mgk.ops.common import Variance, compute_dtype, shifted_keys
@@ -29,7 +29,7 @@ def mgk_attention(
 ) -> Tensor:  # fmt: skip
     require_cpu(query)
     *form, most, scale = mixture_form(query, key, log_prior if e_step == "soft" else None, variance, key_mask)
-    output, _ = mixture_forward(
+    output, *_ = mixture_forward(
         *form, flat(value), most, scale, e_step == "hard", is_causal, dropout_p, draw_seed(dropout_p)
     )
     output = zero_grad_prior(output, log_prior, e_step).view(*query.shape[:3], value.shape[-1]).to(query.dtype)
@@ -60,7 +60,8 @@ def mixture_form(
     """query (G,Nq,D), key (G,M,Nk,D), row_bias (G,M,Nq) or None, key_bias (G,M,Nk), largest log prior (G,1), scale."""
     query, key = flat(query), flat(key)
     if isinstance(variance, Tensor):
-        s2 = variance.to(query.dtype)[..., None].repeat(query.shape[0] // variance.shape[0], 1, 1)  # (G,M,1)
+        repeat = query.shape[0] // max(1, variance.shape[0])
+        s2 = variance.to(query.dtype)[..., None].repeat(repeat, 1, 1)  # (G,M,1)
         key_bias = -key.square().sum(-1) / (2 * s2)
         row_bias, key, scale = query.square().sum(-1)[:, None] / (-2 * s2), key / s2[..., None], 1.0
     else:
@@ -123,24 +124,25 @@ def require_cpu(query: Tensor) -> None:
 def mixture_forward(
     query: Tensor, key: Tensor, row_bias: Tensor | None, key_bias: Tensor, value: Tensor, most: Tensor, scale: float,
     hard: bool, causal: bool, dropout_p: float, seed: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scratch, alive = Scratch(value), key_bias.amax(1) > -torch.inf
     road = cache(lambda: Mixture(query, key, row_bias, key_bias, scale, hard, LOWEST[value.dtype], scratch))
     dropout = Dropout(dropout_p, int(seed))
-    return attend([road], query, value, most, alive, causal, key.shape[1], dropout, scratch)[:2]
+    return attend([road], query, value, most, alive, causal, key.shape[1], dropout, scratch)[:3]
 
 
 @torch.library.custom_op("mgk::blockwise_mixture_backward", mutates_args=(), device_types="cpu")
 def mixture_backward(
     grad: Tensor, query: Tensor, key: Tensor, row_bias: Tensor | None, key_bias: Tensor, value: Tensor, output: Tensor,
-    lse: Tensor, scale: float, hard: bool, causal: bool, dropout_p: float, seed: Tensor,
+    shift: Tensor, total: Tensor, scale: float, hard: bool, causal: bool, dropout_p: float, seed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scratch, alive = Scratch(value), key_bias.amax(1) > -torch.inf
-    if not (lse.numel() and alive.numel()):
+    if not (shift.numel() and alive.numel()):
         return no_gradient(query, key, query.new_empty(0) if row_bias is None else row_bias, key_bias, value)
-    kernel = Mixture(query, key, row_bias, key_bias, scale, hard, LOWEST_BACKWARD[value.dtype], scratch)
+    grad, shift, lowest = without_sums(grad, shift, total)
+    kernel = Mixture(query, key, row_bias, key_bias, scale, hard, lowest, scratch)
     weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
-    attend_backward([kernel], None, lse, alive, causal, key.shape[1], weight_grad)
+    attend_backward([kernel], None, shift, alive, causal, key.shape[1], weight_grad)
     return *kernel.gradients(), weight_grad.grad_value
 
 
@@ -148,7 +150,7 @@ def mixture_backward(
 def shifted_forward(
     query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, value: Tensor, most: Tensor, scale: float,
     hard: bool, causal: bool, dropout_p: float, seed: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scratch, alive = Scratch(value), log_w.amax(1) > -torch.inf
     make = shifted_kernel(hard, log_u)
     first = cache(lambda: make(query, key, log_u, log_w, scale, LOWEST[value.dtype], scratch))
@@ -158,19 +160,21 @@ def shifted_forward(
 
 @torch.library.custom_op("mgk::blockwise_shifted_backward", mutates_args=(), device_types="cpu")
 def shifted_backward(
-    grad: Tensor, query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    road_taken: Tensor, scale: float, hard: bool, causal: bool, dropout_p: float, seed: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, value: Tensor, output: Tensor,
+    shift: Tensor, total: Tensor, road_taken: Tensor, scale: float, hard: bool, causal: bool, dropout_p: float,
+    seed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scratch, alive = Scratch(value), log_w.amax(1) > -torch.inf
-    if not (lse.numel() and alive.numel()):
+    if not (shift.numel() and alive.numel()):
         return no_gradient(query, key, log_u, log_w, value)
-    kernel = shifted_kernel(hard, log_u)(query, key, log_u, log_w, scale, LOWEST_BACKWARD[value.dtype], scratch)
+    grad, shift, lowest = without_sums(grad, shift, total)
+    kernel = shifted_kernel(hard, log_u)(query, key, log_u, log_w, scale, lowest, scratch)
     weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
     if not bool(road_taken.any()):
-        attend_backward([kernel], None, lse, alive, causal, 1, weight_grad)
+        attend_backward([kernel], None, shift, alive, causal, 1, weight_grad)
         return *kernel.gradients(), weight_grad.grad_value
     mixture = as_mixture(kernel)
-    attend_backward([kernel, mixture], road_taken, lse, alive, causal, 1, weight_grad)
+    attend_backward([kernel, mixture], road_taken, shift, alive, causal, 1, weight_grad)
     grads = list(kernel.gradients())
     by_query, by_key, by_row, by_bias = mixture.gradients()
     for total, part in zip(grads, (by_query, by_key.sum(1), by_row, by_bias), strict=True):
@@ -179,9 +183,17 @@ def shifted_backward(
     return grad_query, grad_key, grad_u, grad_w, weight_grad.grad_value
 
 
-def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (G,Nq,Dv) and log of the row sums (G,Nq)."""
-    return query.new_empty(*query.shape[:2], value.shape[-1]), query.new_empty(query.shape[:2])
+def without_sums(grad: Tensor, shift: Tensor, total: Tensor) -> tuple[Tensor, Tensor, float]:
+    """What backward starts from: gradient of the output, m_i, and the lowest exponent (`blockwise_attend`)."""
+    if is_large(shift):
+        return grad / total[..., None], shift, LOWEST[grad.dtype]
+    return grad, shift + total.log(), LOWEST_BACKWARD[grad.dtype]
+
+
+def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output (G,Nq,Dv), m_i and the row sums (G,Nq)."""
+    rows = query.shape[:2]
+    return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows), query.new_empty(rows)
 
 
 def no_gradient(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -206,8 +218,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, row_bias: Any, key_bias: Tensor,
 
 @shifted_forward.register_fake
 def _(query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, value: Tensor, *_: Any) -> Any:
-    output, lse = new_results(query, value)
-    return output, lse, torch.empty_like(lse, dtype=torch.uint8)
+    output, shift, total = new_results(query, value)
+    return output, shift, total, torch.empty_like(total, dtype=torch.uint8)
 
 
 @shifted_backward.register_fake

@@ -6,6 +6,10 @@ most 1). Where a row's sum then falls under `TINY`, the bound was too loose, and
 row maximum. For shifted keys the factors can still hide a row whose heavy keys sit in another component; such a block
 is done as a mixture. What a row above `TINY` loses is 1e-12 of it for each key.
 
+Backward takes m_i + log of the row sum for m_i, so that weights sum to 1. Where m_i is so large that rounding would
+take that log away, it keeps m_i, whose exponents are those of forward to the last bit, and divides the gradient of the
+output by the sums instead.
+
 G heads, g of them at a time, M components, Nq queries, Nk keys, Dv width of a value; nq, nk those of a block.
 """
 
@@ -22,6 +26,7 @@ from torch import Tensor
 from mgk.ops.blockwise_kernels import Block, Kernel, Scratch, Span, Views, last_positions, make_blocks, positions
 
 TINY = {torch.float32: 1e-20, torch.float64: 1e-280}
+LARGE = 1e3  # of m_i: log of a row sum then has an error of 6e-5 in float32
 
 
 class Dropout(NamedTuple):
@@ -105,8 +110,8 @@ class Forward:
 def attend(
     roads: Sequence[Callable[[], Kernel]], query: Tensor, value: Tensor, most: Tensor, alive: Tensor, is_causal: bool,
     scores: int, dropout: Dropout, scratch: Scratch,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output (G,Nq,Dv), the log of the row sums (G,Nq; 0 where a row sees no key), and the road each row took.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output (G,Nq,Dv), m_i and the row sums (G,Nq; 0 and 1 where a row sees no key), and the road each row took.
 
     `most` (G,1) bounds the log priors, `alive` (G,Nk) says which keys take part, `scores` are the scores per pair.
     """
@@ -140,19 +145,23 @@ def attend(
         unsure = unsure & (total < TINY[total.dtype])
     empty = total == 0
     total.masked_fill_(empty, 1)
-    lse = (total.log() + shift).masked_fill_(empty, 0)
-    return forward.output.div_(total[..., None]), lse, road_taken
+    return forward.output.div_(total[..., None]), shift.masked_fill(empty, 0), total, road_taken
+
+
+def is_large(shift: Tensor) -> bool:
+    """Whether backward keeps m_i."""
+    return bool((shift.abs() > LARGE).any())
 
 
 def attend_backward(
-    kernels: Sequence[Kernel], road_taken: Tensor | None, lse: Tensor, alive: Tensor, is_causal: bool, scores: int,
+    kernels: Sequence[Kernel], road_taken: Tensor | None, shift: Tensor, alive: Tensor, is_causal: bool, scores: int,
     grad: WeightGradient,
 ) -> None:  # fmt: skip
     """Fill the gradients of the kernels and of `grad`, recomputing the weights block by block."""
     for kernel in kernels:
-        kernel.start(lse)
+        kernel.start(shift)
         kernel.start_backward()
-    for heads, group in groupby(make_blocks(lse.shape[1], alive, is_causal, scores), attrgetter("heads")):
+    for heads, group in groupby(make_blocks(shift.shape[1], alive, is_causal, scores), attrgetter("heads")):
         grad.enter(heads)
         for kernel in kernels:
             kernel.enter_backward(heads)

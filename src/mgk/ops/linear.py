@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
@@ -318,6 +317,8 @@ def _chunk(
 
 def _one_scale_will_do(query: ScaledFeatures, start: Tensor, m: Tensor) -> bool:
     """Whether c_f of the whole chunk leaves every query, which sees `start` at least, half the range of its numbers."""
+    if torch.compiler.is_compiling():  # one graph: no decision waits for a number
+        return False
     hidden = m - (query.exponent + start).amax(-1, keepdim=True)
     return not bool((hidden > -math.log(torch.finfo(m.dtype).tiny) / 2).any())
 
@@ -354,34 +355,58 @@ def _causal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What every query reads, (B,H,N,Dv+1), and the sums after the last key; as many queries as keys."""
     if not value.shape[2]:
-        return value, sums, exponent
+        return _times_exp(query, exponent) @ sums, sums, exponent
     if value.shape[2] == 1:  # decoding: nothing to do again
         return _chunk(query, key, value, sums, exponent)
+    if torch.compiler.is_compiling():  # which chooses by itself what to keep for backward
+        output, _, sums, exponent = _scan(query, key, value, sums, exponent)
+        return output, sums, exponent
     return _CausalScan.apply(*query, *key, value, sums, exponent)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _scan(
+    query: ScaledFeatures, key: ScaledFeatures, value: Tensor, sums: Tensor, exponent: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """`_chunk` after `_chunk`: what the queries read, sums and exponents before each, and those after the last."""
+    outputs, states = [], []
+    for at in _chunks(value):
+        states += [sums, exponent]
+        output, sums, exponent = _chunk(_at(query, at), _at(key, at), value[:, :, at], sums, exponent)
+        outputs.append(output)
+    return torch.cat(outputs, 2), states, sums, exponent
+
+
 class _CausalScan(torch.autograd.Function):
-    """`_chunk` after `_chunk`. Saves the inputs and the sums before each chunk; backward does each chunk again."""
+    """`_scan`. Saves the inputs and the sums before each chunk; backward does each chunk again.
+
+    A backward that is to be differentiated itself does the whole scan again, and keeps it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, q_exponent: Tensor, k: Tensor, k_exponent: Tensor, value: Tensor, sums: Tensor,
         exponent: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        outputs, states = [], []
-        for at in _chunks(value):
-            states += [sums, exponent]
-            query, key = _at(ScaledFeatures(q, q_exponent), at), _at(ScaledFeatures(k, k_exponent), at)
-            output, sums, exponent = _chunk(query, key, value[:, :, at], sums, exponent)
-            outputs.append(output)
+        query, key = ScaledFeatures(q, q_exponent), ScaledFeatures(k, k_exponent)
+        output, states, sums, exponent = _scan(query, key, value, sums, exponent)
         ctx.save_for_backward(q, q_exponent, k, k_exponent, value, *states)
         ctx.mark_non_differentiable(exponent)
-        return torch.cat(outputs, 2), sums, exponent
+        return output, sums, exponent
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_sums: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, q_exponent, k, k_exponent, value, *states = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            places = [
+                part.view_as(part) if part.requires_grad else part.detach().requires_grad_()
+                for part in (q, k, value, states[0])
+            ]
+            query, key = ScaledFeatures(places[0], q_exponent), ScaledFeatures(places[1], k_exponent)
+            output, _states, after, _ = _scan(query, key, places[2], places[3], states[1])
+            by_q, by_k, by_value, by_sums = torch.autograd.grad(
+                (output, after), places, (grad_output, grad_sums), create_graph=True
+            )
+            return by_q, None, by_k, None, by_value, by_sums, None
         grads = [torch.empty_like(part) for part in (q, k, value)]
         for index, at in reversed(list(enumerate(_chunks(value)))):
             before, exponent = states[2 * index : 2 * index + 2]

@@ -432,8 +432,15 @@ def prior_grad(total: Tensor, positions: Tensor, log_prior: Tensor | None, hard:
     return (positions.sum(0) if log_prior.dim() == 3 else total).to(log_prior.dtype)
 
 
+def no_gradient(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Values without entries: nothing depends on anything."""
+    return [None if tensor is None else torch.zeros_like(tensor) for tensor in tensors]
+
+
 def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, shift, value, log_prior, *rest = ctx.saved_tensors
+    if not value.shape[-1]:
+        return *no_gradient(query, key, shift, value, log_prior), *[None] * 7
     grads = shifted_backward(dense(grad), query, key, shift, value, log_prior, *rest, *ctx.options)
     grad_query, grad_key, grad_value, total, positions = grads
     grad_shift = total[..., : query.shape[-1]].to(shift.dtype)
@@ -443,6 +450,8 @@ def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ..
 
 def mixture_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, log_prior, own, *rest = ctx.saved_tensors
+    if not value.shape[-1]:
+        return *no_gradient(query, key, value, log_prior, own), *[None] * 7
     *grads, total, positions = mixture_backward(dense(grad), query, key, value, log_prior, own, *rest, *ctx.options)
     grad_variance = None if own is None else total[..., 1].to(own.dtype)
     return *grads, prior_grad(total[..., 0], positions, log_prior, ctx.options[1]), grad_variance, *[None] * 7

@@ -15,9 +15,10 @@ Narrow mixing (bfloat16): the mixing factors are multiplied in bfloat16, two at 
 column of a tile are a product with a few more columns. Forward, a hard E-step then goes the light road too (BEST): the
 largest term in place of the sum.
 
-KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, later LSE less log_u_0
-(+inf where a query sees no key), the rho (hard: the leads), the log_u. Both are padded to whole tiles. They are vectors
-along a tile, which every warp holds: what the loop computed from them would be computed 32 times over.
+KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, later LSE (+inf where a
+query sees no key; less log_u_0, but on the safe road), the rho (hard: the leads), the log_u. Both are padded to whole
+tiles. They are vectors along a tile, which every warp holds: what the loop computed from them would be computed 32
+times over.
 docs/math.md derives all of it; docs/kernels.md says what bounds it.
 """
 
@@ -102,6 +103,12 @@ def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
         won = tl.where(other > best, r, won)
         best = tl.maximum(best, other)
     return best, won
+
+
+@triton.jit
+def weight(x):
+    """2^x of a row whose weights sum to 1, however much rounding of huge exponents says otherwise."""
+    return tl.exp2(tl.minimum(x, 0.0))
 
 
 @triton.jit
@@ -221,10 +228,7 @@ def forward_block(
     takes_part = takes_part & (l > 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
-    lse = m + tl.log2(l)
-    if ROAD == SAFE:
-        lse -= rows[0]
-    tl.store(p_rows + o_m, tl.where(takes_part, lse, FOREVER))
+    tl.store(p_rows + o_m, tl.where(takes_part, m + tl.log2(l), FOREVER))
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -315,9 +319,9 @@ def query_step(
                 else:
                     new = new + (du[r] + tl.sum(share, 1),)
         else:
-            ds = tl.exp2(s * scale + bid(rows[0] - lse, log_w[0], False)) * slope
+            ds = weight(s * scale + bid(rows[0] - lse, log_w[0], False)) * slope
             for r in tl.static_range(1, M):
-                part = tl.exp2(s * scale + bid(rows[r] - lse, log_w[r], False)) * slope
+                part = weight(s * scale + bid(rows[r] - lse, log_w[r], False)) * slope
                 ds += part
                 new = new + (du[r] + tl.sum(part, 1),)
     b_dq = tl.dot(ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
@@ -348,8 +352,6 @@ def query_block(
     tl.store(DELTA + i_bh.to(tl.int64) * padded_queries + o_m, delta)
     lse = load_vector(p_rows, i_m * BM, BM)
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
-    if ROAD == SAFE:
-        lse += rows[0]
     mixing, p_narrow, p_columns = rows, NARROW_KEYS, KEY_COLUMNS
     if NARROW and ROAD == LIGHT:
         mixing = cast_tuple(rows, b_q.dtype, M)
@@ -490,7 +492,7 @@ def key_step(
     else:
         p, ds = tl.zeros_like(s), tl.zeros_like(s)
         for r in tl.static_range(M):
-            part = tl.exp2(s * scale + bid(rows[r] - lse - rows[0], w[r], True))
+            part = weight(s * scale + bid(rows[r] - lse, w[r], True))
             p += part
             part *= slope
             ds += part

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgk.hf import merging_study
+from mgk.bench import merging
 from mgk.hf.convert import from_run
 from mgk.hf.halve import texts_of_run
 from mgk.train import config as run_config
@@ -24,10 +24,10 @@ def test_a_run_is_halved_in_two_ways_and_compared(
 ) -> None:
     fields: dict[str, Any] = {"steps": 20, "eval_every": 10, "optimiser__warmup": 2, "model__dropout": 0.0}
     base = replace(small(recipe, tmp_path), **fields, model__attention="softmax", model__heads=4)
-    monkeypatch.setattr(merging_study, "settings_of", lambda *_: base)
+    monkeypatch.setattr(merging, "settings_of", lambda *_: base)
     out = tmp_path / "study.json"
     arguments = ["--models", name, "--output", str(out), "--runs", str(tmp_path / "runs"), "--data-root", str(tmp_path)]
-    found = merging_study.main(arguments)["studies"][0]
+    found = merging.main(arguments)["studies"][0]
     assert json.loads(out.read_text())["studies"][0]["rows"] == found["rows"]
     assert (found["steps"], found["tuning_steps"]) == (20, 2)
     assert [(row["method"], row["heads"]) for row in found["rows"]] == [("original", 4), ("merge", 2), ("drop", 2)]
@@ -45,7 +45,7 @@ def test_the_original_is_not_tuned_with_its_copies(tmp_path: Path) -> None:
     model = from_run(tmp_path / "run")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     texts = texts_of_run(run_config.read(tmp_path / "run/config.json"), tmp_path, 2, 16)
-    best, lr = merging_study.tuned(model, texts, 3, (1e-9, 1e-2))
+    best, lr = merging.tuned(model, texts, 3, (1e-9, 1e-2))
     assert lr == 1e-2  # it has hardly been trained: the faster the better
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert any(not torch.equal(before[key], value) for key, value in best.state_dict().items())

@@ -1,4 +1,4 @@
-"""Half the heads of models that this project trained, by merging and by dropping: `python -m mgk.hf.merging_study`.
+"""Half the heads of models that this project trained, by merging and by dropping: `python -m mgk.bench.merging`.
 
 For a language model on bytes of Wikipedia and a classifier of reviews, both softmax:
 
