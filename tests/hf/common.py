@@ -49,6 +49,12 @@ def make(model: str, kind: str = "smgk", **options: Any) -> Any:
     return stirred(CLASSES[model](config(model, kind, **options)))
 
 
+def same_weights(one: Any, two: Any) -> bool:
+    """To the last bit. What they compute may differ by rounding: weights read from a file lie elsewhere in memory."""
+    first, second = one.state_dict(), two.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 @torch.no_grad()
 def stirred(model: Any) -> Any:
     """Weights that are not the initial ones: those would make all tokens and all heads much alike."""

@@ -22,7 +22,7 @@ from mgk.hf import hf_to_run, run_to_hf
 from mgk.hf.tokenizer import byte_tokenizer, tokenizer_of
 from mgk.train import evaluate, load_model, train
 from mgk.train.config import replace
-from tests.hf.common import foreign, make
+from tests.hf.common import foreign, make, same_weights
 from tests.recipes.common import TEXT, small
 
 RECORD = ("config.json", "run.json", "log.jsonl", "result.json")
@@ -40,9 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def same_weights(one: Path, two: Path) -> bool:
-    first, second = (load_model(run)[0].state_dict() for run in (one, two))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+def same_runs(one: Path, two: Path) -> bool:
+    return same_weights(load_model(one)[0], load_model(two)[0])
 
 
 @pytest.mark.parametrize("name", ["enwik8", "wikitext2", "lra-text"])
@@ -50,7 +49,7 @@ def test_there_and_back_without_loss(runs: dict[str, Path], name: str, tmp_path:
     root = runs[name]
     folder = run_to_hf(root / "run", tmp_path / "hf", data_root=root, state=True)
     back = hf_to_run(folder, tmp_path / "back")
-    assert same_weights(root / "run", back)
+    assert same_runs(root / "run", back)
     assert all(filecmp.cmp(root / "run" / file, back / file, shallow=False) for file in RECORD)
     assert filecmp.cmp(root / "run/best/model.safetensors", back / "best/model.safetensors", shallow=False)
     one, two = (torch.load(run / "best/state.pt", weights_only=True) for run in (root / "run", back))
@@ -99,6 +98,7 @@ def test_transformers_reads_text_as_the_run_did(runs: dict[str, Path], tmp_path:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         plain, _ = load_model(runs[name] / "run")
         given = torch.tensor([tokens[:20]])
+        assert same_weights(model.mgk, plain)
         torch.testing.assert_close(model(given).logits, plain(given))
 
 
@@ -158,8 +158,7 @@ def test_a_model_from_elsewhere_becomes_a_run(tmp_path: Path) -> None:
     hf_to_run(tmp_path / "hf", tmp_path / "run", data="imdb")
     model, settings = load_model(tmp_path / "run")
     assert settings.data.name == "imdb"
-    expected = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").mgk.state_dict()
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+    assert same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").mgk, model)
     with pytest.raises(ValueError, match="expected a new or empty folder"):
         hf_to_run(tmp_path / "hf", tmp_path / "run", data="imdb")
 
@@ -190,7 +189,7 @@ def test_the_command_converts_there_and_back(
     convert((root / "run", tmp_path / "hf"), data_root=root)
     convert((tmp_path / "hf", tmp_path / "back"))
     assert capsys.readouterr().out == f"written to {tmp_path / 'hf'}\nwritten to {tmp_path / 'back'}\n"
-    assert same_weights(root / "run", tmp_path / "back")
+    assert same_runs(root / "run", tmp_path / "back")
 
 
 def test_the_command_halves_the_heads_of_a_run(

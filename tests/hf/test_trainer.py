@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from tests.hf.common import inputs, make
+from tests.hf.common import inputs, make, same_weights
 from tests.models.common import KINDS
 
 pytest.importorskip("accelerate")  # which Trainer needs
@@ -80,4 +80,5 @@ def test_a_checkpoint_is_a_model(kind: str, tmp_path: Path) -> None:
     model: Any = made.model
     loaded = type(model).from_pretrained(tmp_path / "checkpoint-4")
     batch = {name: value for name, value in inputs("classifier").items() if name != "labels"}
+    assert same_weights(loaded, model)
     torch.testing.assert_close(loaded(**batch).logits, model.eval()(**batch).logits)

@@ -133,8 +133,7 @@ class TokenEncoder(nn.Module):
         if isinstance(tokens, Tensor) and tokens.dim() == 1 and isinstance(mask, Tensor):
             shape = check_packed(tokens, mask, positions, start)
         else:
-            check_integers("tokens", tokens, None)
-            assert isinstance(tokens, Tensor)  # checked
+            tokens = check_integers("tokens", tokens, None)
             shape = len(tokens), tokens.shape[1]
             check.check_mask("mask", mask, "B,Nk", (shape[0], start + shape[1]), tokens)
         if positions is not None:
@@ -146,8 +145,7 @@ class TokenEncoder(nn.Module):
 
 def check_packed(tokens: Tensor, mask: Tensor, positions: object, start: int) -> tuple[int, int]:
     """B and N of packed tokens."""
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise TypeError(f"tokens: expected an integer tensor (T,), got dtype {tokens.dtype}")
+    require_integers("tokens", tokens, "T,")
     if mask.dim() != 2:
         raise ValueError(f"mask: expected 2 dimensions (B,N) to go with packed tokens, got {check.describe(mask)}")
     check.check_mask("mask", mask, "B,N", tuple(mask.shape), tokens)
@@ -162,14 +160,20 @@ def counted(start: int, length: int, like: Tensor) -> Tensor:
     return torch.arange(start, start + length, device=like.device)
 
 
-def check_integers(name: str, value: object, shape: tuple[int, int] | None) -> None:
+def require_integers(name: str, value: object, axes: str) -> Tensor:
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
         got = f"dtype {value.dtype}" if isinstance(value, Tensor) else check.describe(value)
-        raise TypeError(f"{name}: expected an integer tensor (B,N), got {got}")
+        raise TypeError(f"{name}: expected an integer tensor ({axes}), got {got}")
+    return value
+
+
+def check_integers(name: str, value: object, shape: tuple[int, int] | None) -> Tensor:
+    value = require_integers(name, value, "B,N")
     if value.dim() != 2:
         raise ValueError(f"{name}: expected 2 dimensions (B,N), got {check.describe(value)}")
     if shape is not None:
         check.check_shape(name, value, "B,N", shape)
+    return value
 
 
 def rotary_width(share: float, head_dim: int) -> int:

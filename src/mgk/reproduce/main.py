@@ -58,38 +58,40 @@ def reproduce(
     return tally
 
 
-def text(results: Path) -> str:
-    return report(records.read_all(results), read_timings(results.parent / "bench-cuda.json"))
+def text(found: Sequence[records.Record], results: Path) -> str:
+    return report(found, read_timings(results.parent / "bench-cuda.json"))
 
 
 def write(results: Path, out: Path) -> None:
     """The report, and its figures where matplotlib is."""
+    found = records.read_all(results)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text(results), encoding="utf-8")
+    out.write_text(text(found, results), encoding="utf-8")
     print(f"written to {out}")
     try:
         from mgk.reproduce.figures import draw
     except ImportError as error:
         print(f"no figures: {error}")
         return
-    for path in draw(records.read_all(results), out.parent / FIGURES):
+    for path in draw(found, out.parent / FIGURES):
         print(f"written to {path}")
 
 
 def verify(results: Path, out: Path) -> None:
     """The records are those of the grid, the report is what they say, and its pictures are there."""
-    complaints = records.stale(records.read_all(results))
+    found = records.read_all(results)
+    complaints = records.stale(found)
     if complaints:
         raise ValueError(f"{len(complaints)} records are not of the present grid: {complaints[0]}")
-    found = out.read_text(encoding="utf-8") if out.exists() else ""
-    if found != text(results):
+    page = out.read_text(encoding="utf-8") if out.exists() else ""
+    if page != text(found, results):
         raise ValueError(f"{out} does not follow from the records in {results}; type: mgk reproduce figures")
-    absent = [name for name in re.findall(r"!\[.*?\]\((.+?)\)", found) if not (out.parent / name).is_file()]
+    absent = [name for name in re.findall(r"!\[.*?\]\((.+?)\)", page) if not (out.parent / name).is_file()]
     if absent:
         raise ValueError(
             f"{out}: {len(absent)} of its pictures are not there: {absent[0]}; type: mgk reproduce figures"
         )
-    print(f"{out} follows from the {len(records.read_all(results))} records in {results}")
+    print(f"{out} follows from the {len(found)} records in {results}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
