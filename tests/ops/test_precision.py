@@ -22,7 +22,11 @@ def eager(inputs: Inputs, case: Case) -> Tensor:
     distance = query.square().sum(-1)[..., :, None] - 2 * query @ key.mT + key.square().sum(-1)[..., None, :]
     variance = inputs.get("variance", torch.tensor(math.sqrt(case.D), dtype=query.dtype))
     logits = -distance / (2 * (variance[..., None, None] if variance.dim() else variance))
-    logits = (logits + inputs["log_prior"][:, :, None]).logsumexp(2) if case.e_step == "soft" else logits.amax(2)
+    if case.e_step == "hard":
+        logits = logits.amax(2)
+    else:
+        prior = inputs.get("log_prior", torch.zeros(case.H, case.M, dtype=query.dtype))
+        logits = (logits + (prior[..., None, None] if prior.dim() == 2 else prior[:, :, None])).logsumexp(2)
     weights = logits.masked_fill(~visible(inputs, case.options()), -torch.inf).softmax(-1)
     return weights @ inputs["value"]
 

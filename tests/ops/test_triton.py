@@ -31,7 +31,10 @@ CASE = Case(B=1, H=2, M=2, Nq=37, Nk=53, D=20, Dv=12, prior="position", masked=T
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
     """Small inputs cross several tiles; fresh memory is NaN."""
-    tiles = {"forward": Tile(16, 16, 4, 1), "query": Tile(16, 16, 4, 1), "key": Tile(16, 32, 4, 1)}
+    tiles = {
+        "forward": Tile(16, 16, 4, 1), "query": Tile(16, 16, 4, 1), "key": Tile(16, 32, 4, 1),
+        "short forward": Tile(16, 32, 4, 1), "short backward": Tile(16, 32, 4, 1),
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, strict_memory():
         for family in ("shifted", "mixture"):
             for kernel, tile in tiles.items():
@@ -116,15 +119,11 @@ def test_a_row_whose_heavy_keys_sit_in_the_other_component() -> None:
     assert_close(inputs, {})
 
 
-@pytest.mark.parametrize("e_step", E_STEPS)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(variant: str, e_step: str, dtype: torch.dtype) -> None:
+def assert_low_precision(case: Case, dtype: torch.dtype, scale: float = 1.0) -> None:
     """Output and gradients no worse than twice what the formula commits when it is written down in that precision."""
-    case = replace(CASE, variant=variant, e_step=e_step, masked=False, is_causal=True, Nq=40, Nk=40)
     inputs = {
         name: tensor.detach().to(torch.float32 if name in ("log_prior", "shift") else dtype)
-        for name, tensor in case.inputs(torch.float32).items()
+        for name, tensor in case.inputs(torch.float32, scale=scale).items()
     }
     exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", case.options())
     got = run(inputs, "triton", case.options())
@@ -137,6 +136,74 @@ def test_low_precision(variant: str, e_step: str, dtype: torch.dtype) -> None:
         # what a sum that cancels leaves is judged by the size of its terms, one rounding each
         terms = float(want.norm()) + (1.0 if name in ("shift", "log_prior", "variance") else 0.0)
         assert error <= 2 * allowed + 2 * torch.finfo(dtype).eps * terms, name
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(variant: str, e_step: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SHORT", 0)
+    case = replace(CASE, variant=variant, e_step=e_step, masked=False, is_causal=True, Nq=40, Nk=40)
+    assert_low_precision(case, dtype)
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_many_components(variant: str, e_step: str) -> None:
+    """More than the products that sum rows have columns for."""
+    case = replace(CASE, variant=variant, e_step=e_step, M=9, D=8, Dv=8, masked=False, is_causal=True, Nq=40, Nk=40)
+    assert_low_precision(case, torch.bfloat16)
+
+
+SHORT = Case(B=2, H=2, M=2, Nq=40, Nk=40, D=16, Dv=16, prior="head", is_causal=True, seed=3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0])  # at 6 heads are beyond the light road
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        SHORT,
+        replace(SHORT, B=1, Nq=128, Nk=128),  # whole tiles
+        replace(SHORT, Nq=37, Nk=53, D=20, Dv=12, prior="position"),
+        replace(SHORT, M=1, Nk=53, prior=None, is_causal=False),
+        replace(SHORT, M=3, D=9, is_causal=False),
+    ],
+    ids=["causal", "even", "ragged", "one", "three"],
+)
+def test_short_sequences(case: Case, e_step: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program does a head: its gradients are as good as those of two kernels."""
+    taken: list[bool] = []
+    short_backward = kernels.short_backward
+
+    def noted(*arguments: Any) -> Any:
+        taken.append(True)
+        return short_backward(*arguments)
+
+    monkeypatch.setattr(kernels, "short_backward", noted)
+    assert_low_precision(replace(case, e_step=e_step), torch.bfloat16, scale)
+    assert taken
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+def test_a_short_sequence_with_queries_far_from_all_keys(e_step: str) -> None:
+    inputs = {name: tensor.detach().bfloat16() for name, tensor in far_from_all_keys("smgk").items()}
+    exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", {"e_step": e_step})
+    got = run(inputs, "triton", {"e_step": e_step})
+    for name, have, want in zip(["output", *inputs], got, exact, strict=True):
+        # exponents of 2^9 in bfloat16 products, whose errors are those of their float32 sums
+        assert float((have - want).norm()) <= 4 * torch.finfo(torch.bfloat16).eps * (1 + float(want.norm())), name
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+def test_short_and_long_sequences_drop_the_same_weights(e_step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, results = replace(SHORT, e_step=e_step).inputs(torch.bfloat16), []
+    for length in (256, 0):
+        monkeypatch.setattr(kernels, "SHORT", length)
+        torch.manual_seed(5)
+        results.append(run(inputs, "triton", {"e_step": e_step, "is_causal": True, "dropout_p": 0.3}))
+    for name, one, other in zip(["output", *inputs], *results, strict=True):
+        assert float((one - other).norm()) <= 4 * torch.finfo(torch.bfloat16).eps * (1 + float(other.norm())), name
 
 
 def far_from_all_keys(variant: str) -> Inputs:

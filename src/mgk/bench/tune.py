@@ -21,21 +21,22 @@ from mgk.bench.cuda import SHAPES, Shape, graph_milliseconds
 
 Candidate = tuple[int, ...]  # queries, keys, warps, stages, and perhaps a cap on registers
 CANDIDATES: dict[tuple[str, str], dict[int, list[Candidate]]] = {  # by family, kernel and width
+    ("shifted", "short forward"): {16: [(64, 64, 4, 3, 168), (64, 64, 4, 3), (64, 64, 4, 2, 128), (128, 64, 4, 2)]},
+    ("shifted", "short backward"): {
+        16: [(64, 64, 4, 2, 168), (64, 64, 4, 2), (32, 64, 4, 2, 168), (64, 64, 4, 1, 168), (32, 64, 4, 2, 128)],
+    },
     ("shifted", "forward"): {
-        16: [(128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2)],
         32: [(128, 64, 4, 3), (128, 64, 4, 3, 168), (64, 128, 4, 2), (64, 64, 4, 3)],
         64: [(128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3)],
         128: [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
     },
     ("shifted", "query"): {
-        16: [(128, 64, 4, 3), (64, 64, 4, 3)],
         32: [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3)],
         64: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2)],
         128: [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)],
     },
     ("shifted", "key"): {
-        16: [(32, 64, 4, 3), (64, 64, 4, 3, 168), (64, 64, 4, 3)],
-        32: [(32, 64, 4, 3, 128), (64, 64, 4, 3, 168), (64, 64, 4, 3)],
+        32: [(32, 64, 4, 3, 128), (64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 64, 4, 2)],
         64: [(64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2)],
         128: [(32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 2)],
     },
@@ -99,7 +100,7 @@ def exchange(family: str, kernel: str, tile: Candidate) -> str:
 
     ours.tile_override.clear()
     ours.tile_override[family, kernel] = Tile(*tile)
-    return "forward" if kernel == "forward" else "backward"
+    return "forward" if kernel.endswith("forward") else "backward"
 
 
 def without_far_heads() -> None:
@@ -137,7 +138,7 @@ def main() -> None:
         for group in groups
         for (family, kernel), by_width in CANDIDATES.items()
         if family == group[0]
-        for tile in by_width[group[2][3]]
+        for tile in by_width.get(group[2][3], [])
     ]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         pool.map(compile_one, jobs, chunksize=1)
@@ -146,7 +147,7 @@ def main() -> None:
     for family, hard, shape in groups:
         work = passes(family, hard, shape)
         for (owner, kernel), by_width in CANDIDATES.items():
-            if owner != family:
+            if owner != family or shape[3] not in by_width:
                 continue
             times = []
             for tile in by_width[shape[3]]:

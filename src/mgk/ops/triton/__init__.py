@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mgk.ops.triton import mixture, primitives, shifted
-from mgk.ops.triton.bias import key_bias, narrow, shifted_bias, spans
+from mgk.ops.triton import mixture, primitives, shifted, short
+from mgk.ops.triton.bias import key_bias, shifted_bias, side_by_side, spans
 from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
 from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
 from mgk.ops.triton.launch import launch
@@ -154,13 +154,20 @@ def options(choice: Tile) -> dict[str, int]:
 # A launch: the road, the heads it is for, and whether it fixes the row maximum beforehand; see shifted.py.
 LIGHT, SAFE, HARD = (road.value for road in (shifted.LIGHT, shifted.SAFE, shifted.HARD))
 EVERY, NEAR, FAR = (heads.value for heads in (primitives.EVERY, primitives.NEAR, primitives.FAR))
+COLUMNS = primitives.COLUMNS.value
 FEW = 264
+SHORT = 256
 CACHE_BYTES = 48 * 2**20
 
 
-def forward_launches(hard: bool, query: Tensor) -> list[dict[str, Any]]:
+def is_narrow(query: Tensor, components: int) -> bool:
+    """Whether weights are mixed in bfloat16 and summed by products, a column for each component."""
+    return query.dtype == torch.bfloat16 and components <= primitives.SUMS.value
+
+
+def forward_launches(hard: bool, query: Tensor, components: int) -> list[dict[str, Any]]:
     """float16 has too few exponents for a maximum that is fixed beforehand."""
-    fixed, narrow = query.dtype != torch.float16, query.dtype == torch.bfloat16
+    fixed, narrow = query.dtype != torch.float16, is_narrow(query, components)
     if hard and not fixed:
         return [{"ROAD": HARD, "HEADS": EVERY, "FIXED": False, "NARROW": False, "BEST": False}]
     return [
@@ -170,11 +177,16 @@ def forward_launches(hard: bool, query: Tensor) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def backward_launches(hard: bool, query: Tensor) -> list[dict[str, Any]]:
-    narrow = query.dtype == torch.bfloat16
+def backward_launches(hard: bool, query: Tensor, components: int) -> list[dict[str, Any]]:
+    narrow = is_narrow(query, components)
     if hard:
         return [{"ROAD": HARD, "HEADS": EVERY, "NARROW": narrow}]
     return [{"ROAD": LIGHT, "HEADS": NEAR, "NARROW": narrow}, {"ROAD": SAFE, "HEADS": FAR, "NARROW": False}]
+
+
+def lanes(choice: Tile) -> int:
+    """How many numbers of each query of a key side's tile make as many as there are threads; see `load_columns`."""
+    return max(1, 32 * choice.warps // choice.queries)
 
 
 def programs(blocks: int, how: dict[str, Any]) -> tuple[int]:
@@ -208,38 +220,44 @@ def shifted_forward(
     the heads that reach far (G).
     """
     (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
-    choice = tile("shifted", "forward", query, value, components)
     output, rows, keys, narrow_keys, far = shifted_results(query, key, shift, value)
     if output.numel():
-        shifted_bias(
-            keys, narrow_keys, rows, far, query, key, shift, None if hard else log_prior, 1 / variance, key_mask, hard
-        )
-        masks = spans(query_mask, key_mask, num_queries, num_keys)
+        prior, masks = None if hard else log_prior, spans(query_mask, key_mask, num_queries, num_keys)
+        settings = {
+            **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
+            "KEY_MASK": key_mask is not None, "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0,
+        }  # fmt: skip
+        if is_short(query, key, value, components):
+            launch(
+                short.forward_kernel, (batch * heads,), query, key, shift, value, prior, as_bytes(key_mask), keys,
+                narrow_keys, output, rows, far, masks, as_bytes(query_mask), seed, LOG2E / variance,
+                *dropout_numbers(dropout_p), 1 / variance, *strides(query, key, value, output), heads, num_queries,
+                num_keys, rows.shape[-1], keys.shape[-1], **settings, BEST=hard,
+                PRIOR_AXES=0 if prior is None else prior.dim(),
+                **options(tile("shifted", "short forward", query, value, components)),
+            )  # fmt: skip
+            return output, rows, keys, narrow_keys, far
+        choice = tile("shifted", "forward", query, value, components)
+        shifted_bias(keys, narrow_keys, rows, far.zero_(), query, key, shift, prior, 1 / variance, key_mask, hard)
         arguments = (
             query, key, value, keys, narrow_keys, output, rows, far, masks, as_bytes(query_mask), seed,
             LOG2E / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output), batch,
             section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
         )  # fmt: skip
-        settings = {
-            **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
-            "KEY_MASK": key_mask is not None, "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0,
-            **options(choice),
-        }  # fmt: skip
         blocks = rows.shape[-1] // choice.queries * batch * heads
-        for how in forward_launches(hard, query):
-            launch(shifted.forward_kernel, programs(blocks, how), *arguments, **settings, **how)
+        for how in forward_launches(hard, query, components):
+            launch(shifted.forward_kernel, programs(blocks, how), *arguments, **settings, **how, **options(choice))
     return output, rows, keys, narrow_keys, far
 
 
 def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     batch, heads, num_queries, _ = query.shape
-    known, queries, keys = 1 + 2 * shift.shape[1], padded(num_queries), padded(key.shape[2])
+    components, queries, keys = shift.shape[1], padded(num_queries), padded(key.shape[2])
+    narrow_keys = (batch * heads, components, keys) if is_narrow(query, components) else (0,)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     return (
-        like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, known, queries),
-        empty(batch * heads, known, keys),
-        empty(*(batch * heads, shift.shape[1], keys) if query.dtype == torch.bfloat16 else (0,), dtype=torch.bfloat16),
-        torch.zeros(batch * heads, device=query.device),
+        like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, 1 + 2 * components, queries),
+        empty(batch * heads, 1 + 2 * components, keys), empty(narrow_keys, dtype=torch.bfloat16), empty(batch * heads),
     )  # fmt: skip
 
 
@@ -253,41 +271,80 @@ def shifted_backward(
     prior per position (B,H,M,Nk), empty where there is none.
     """
     (batch, heads, num_queries, width), num_keys, components = query.shape, key.shape[2], shift.shape[1]
+    if is_short(query, key, value, components):
+        return short_backward(
+            grad, query, key, shift, value, log_prior, key_mask, seed, output, rows, keys, far, variance, hard, causal,
+            dropout_p,
+        )  # fmt: skip
     on_queries = tile("shifted", "query", query, value, components)
     on_keys = tile("shifted", "key", query, value, components)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     parts, positions = query_blocks + key_blocks, log_prior is not None and log_prior.dim() == 3 and not hard
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
-    delta = empty(rows.shape[0], rows.shape[-1])
+    known = empty(rows.shape[0], rows.shape[-1], max(1 << components.bit_length(), lanes(on_keys)))
     part = empty(batch, heads, parts, components, block_width(width) + 1)
     grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
     masks = spans(query_mask, key_mask, num_queries, num_keys)
     settings = {
         **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
-        "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0,
+        "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0, "WIDTH": known.shape[-1],
     }  # fmt: skip
     numbers = LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance
     sizes = batch, section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
-    key_columns: Tensor | None = None
-    narrow_rows: tuple[Tensor | None, ...] = (None, None)
+    key_columns, row_columns = None, None
     if not hard and narrow_keys.numel():
-        key_columns, *narrow_rows = narrow(narrow_keys, rows, primitives.COLUMNS.value)
-    for how in backward_launches(hard, query) if batch * heads * query_blocks else ():
+        key_columns = side_by_side(narrow_keys, COLUMNS)
+        row_columns = narrow_keys.new_empty(rows.shape[0], rows.shape[-1], COLUMNS)
+    for how in backward_launches(hard, query, components) if batch * heads * query_blocks else ():
         launch(
             shifted.query_kernel, programs(batch * heads * query_blocks, how), query, key, shift, value, keys,
-            narrow_keys, key_columns, output, rows, far, masks, seed, grad, delta, grads[0], part, *numbers,
+            narrow_keys, key_columns, output, rows, far, masks, seed, grad, known, row_columns, grads[0], part,
+            *numbers,
             *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, **how,
             **options(on_queries),
         )  # fmt: skip
-    for how in backward_launches(hard, query) if batch * heads * key_blocks else ():
+    for how in backward_launches(hard, query, components) if batch * heads * key_blocks else ():
         launch(
             shifted.key_kernel, programs(batch * heads * key_blocks, how), query, key, shift, value, keys, rows,
-            *narrow_rows, far, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part, *numbers,
+            row_columns, far, masks, seed, grad, known, grads[1], grads[2], grad_bias, part, *numbers,
             *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks, parts, **settings, **how,
             POSITIONS=positions, **options(on_keys),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
+
+
+def is_short(query: Tensor, key: Tensor, value: Tensor, components: int) -> bool:
+    """Whether one program does a head: few tiles, and sums over a key tile that fit into registers."""
+    width = components * max(block_width(query.shape[-1]), block_width(value.shape[-1]))
+    return 0 < max(query.shape[2], key.shape[2]) <= SHORT and width <= 64 and query.dtype == torch.bfloat16
+
+
+def short_backward(
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
+    key_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor, keys: Tensor, far: Tensor,
+    variance: float, hard: bool, causal: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
+    positions = log_prior is not None and log_prior.dim() == 3 and not hard
+    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    empty = partial(torch.empty, device=query.device, dtype=torch.float32)
+    settings = common(query, key, value, components)
+    del settings["PRECISION"]
+    width, sizes = settings["BD"], rows[:, 0].shape
+    rest = components * (width + settings["BV"]) + COLUMNS
+    part = empty(batch, heads, components, width + 1)
+    grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
+    if batch * heads:
+        launch(
+            short.backward_kernel, (batch * heads,), query, key, shift, value, keys, output, rows, far, seed, grad,
+            empty(sizes), empty(*sizes, rest, dtype=query.dtype), empty(*sizes, width), *grads, grad_bias, part,
+            LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance,
+            *strides(query, key, value, output, grad, *grads), heads, num_queries, num_keys, rows.shape[-1],
+            keys.shape[-1], **settings, BEST=hard, CAUSAL=causal, KEY_MASK=key_mask is not None, DROPOUT=dropout_p > 0,
+            POSITIONS=positions, WIDTH=rest, **options(tile("shifted", "short backward", query, value, components)),
+        )  # fmt: skip
+    return grads[0], grads[1], grads[2], part.sum(0), grad_bias
 
 
 @torch.library.custom_op("mgk::triton_mixture", mutates_args=())
@@ -304,7 +361,7 @@ def mixture_forward(
         masks = spans(query_mask, key_mask, num_queries, num_keys)
         key_bias(keys, narrow_keys, far, key, None if hard else log_prior, per_component, 1 / variance, key_mask)
         fixed = per_component is None and query.dtype != torch.float16
-        near = {"HEADS": NEAR, "FIXED": True, "NARROW": query.dtype == torch.bfloat16}
+        near = {"HEADS": NEAR, "FIXED": True, "NARROW": is_narrow(query, components)}
         rest = {"HEADS": FAR if fixed else EVERY, "FIXED": False, "NARROW": False}
         arguments = (
             query, key, value, keys, narrow_keys, per_component, output, rows, far, masks, as_bytes(query_mask), seed,
@@ -331,7 +388,7 @@ def mixture_results(
     return (
         like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, padded(num_queries)),
         empty(known),
-        empty(known if light and query.dtype == torch.bfloat16 else (0,), dtype=torch.bfloat16),
+        empty(known if light and is_narrow(query, components) else (0,), dtype=torch.bfloat16),
         torch.zeros(batch * heads, device=query.device),
     )  # fmt: skip
 
@@ -353,15 +410,16 @@ def mixture_backward(
     query_parts = query_blocks if varied else 0  # only then do queries contribute
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
-    delta = empty(rows.shape)
+    known = empty(*rows.shape, max(2, lanes(on_keys)))
     part = empty(batch, heads, query_parts + key_blocks, components, 2)
     grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
     masks = spans(query_mask, key_mask, num_queries, num_keys)
     settings = {
         **common(query, key, value, components), "HARD": hard, "VARIANCES": varied, "CAUSAL": causal,
         "SPANS": masks is not None, "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0,
+        "WIDTH": known.shape[-1],
     }  # fmt: skip
-    launches = [{"HEADS": EVERY, "NARROW": hard and query.dtype == torch.bfloat16 and not varied}]
+    launches = [{"HEADS": EVERY, "NARROW": hard and is_narrow(query, components) and not varied}]
     if narrow_keys.numel():
         launches = [{"HEADS": NEAR, "NARROW": True}, {"HEADS": FAR, "NARROW": False}]
     numbers = 1 / variance, *dropout_numbers(dropout_p)
@@ -369,14 +427,14 @@ def mixture_backward(
     for how in launches if batch * heads * query_blocks else ():
         launch(
             mixture.query_kernel, programs(batch * heads * query_blocks, how), query, key, value, keys, narrow_keys,
-            per_component, output, rows, far, masks, seed, grad, delta, grads[0], part, *numbers,
+            per_component, output, rows, far, masks, seed, grad, known, grads[0], part, *numbers,
             *strides(query, key, value, output, grad, grads[0]), *sizes, part.shape[2], **settings, **how,
             **options(on_queries),
         )  # fmt: skip
     for how in launches if batch * heads * key_blocks else ():
         launch(
             mixture.key_kernel, programs(batch * heads * key_blocks, how), query, key, value, keys, narrow_keys,
-            per_component, rows, far, masks, seed, grad, delta, grads[1], grads[2], grad_bias, part, *numbers,
+            per_component, far, masks, seed, grad, known, grads[1], grads[2], grad_bias, part, *numbers,
             *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_parts, part.shape[2], **settings,
             **how, POSITIONS=positions, **options(on_keys),
         )  # fmt: skip

@@ -7,8 +7,6 @@ is not walked over.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -83,21 +81,14 @@ def bias_kernel(
 
 
 @triton.jit
-def shifted_bias_kernel(
-    Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh,
-    skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
-    HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
+def shifted_bias_block(
+    i_block, i_bh, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh,
+    sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr,
+    M: tl.constexpr, HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
     NARROW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. NARROW_KEYS (G, M, Nk'): the w in bfloat16. ROWS
-    (G, 1+2M, Nq'): the bound, rho, log_u.
-
-    FAR_HEADS (G), zeros before, takes a 1 where a head's numbers reach beyond what the light road can hold. `highest`
-    is the largest exponent a factor may have.
-    """
-    key_blocks, query_blocks = padded_keys // BN, padded_queries // BN
-    blocks = key_blocks + query_blocks
-    i_block, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    """A block of keys, or after these of queries."""
+    key_blocks = padded_keys // BN
     i_b, i_h, o_d = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), tl.arange(0, BD)
     if i_block < key_blocks:
         o_n = i_block * BN + tl.arange(0, BN)
@@ -147,6 +138,27 @@ def shifted_bias_kernel(
             tl.store(p_rows + (1 + M + r) * padded_queries, log_u)
         if tl.max(beyond, 0) > 0:
             tl.store(FAR_HEADS + i_bh, 1.0)
+
+
+@triton.jit
+def shifted_bias_kernel(
+    Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh,
+    skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+    HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
+    NARROW: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. NARROW_KEYS (G, M, Nk'): the w in bfloat16. ROWS
+    (G, 1+2M, Nq'): the bound, rho, log_u.
+
+    FAR_HEADS (G), zeros before, takes a 1 where a head's numbers reach beyond what the light road can hold. `highest`
+    is the largest exponent a factor may have.
+    """
+    blocks = (padded_keys + padded_queries) // BN
+    shifted_bias_block(
+        tl.program_id(0) % blocks, tl.program_id(0) // blocks, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS,
+        FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries,
+        padded_keys, D, BD, M, HEAD_PRIOR, POSITION_PRIOR, MASKED, HARD, NARROW, BN,
+    )  # fmt: skip
 
 
 def key_bias(
@@ -226,42 +238,21 @@ def spans(query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, 
 
 
 @triton.jit
-def narrow_kernel(
-    NARROW_KEYS, KEY_COLUMNS, ROWS, NARROW_ROWS, ROW_COLUMNS, groups, padded_keys, padded_queries, M: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """NARROW_KEYS (G,M,Nk') side by side (G,Nk',COLUMNS), and rows 1 to M of ROWS (G,1+2M,Nq') in bfloat16: along Nq'
-    (G,M,Nq') and side by side.
-    """
-    i_block, key_blocks, o_column = tl.program_id(0), groups * (padded_keys // BLOCK), tl.arange(0, COLUMNS)
+def columns_kernel(NARROW_KEYS, KEY_COLUMNS, padded_keys, M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """NARROW_KEYS (G,M,Nk') side by side: KEY_COLUMNS (G,Nk',COLUMNS)."""
+    blocks, o_column = padded_keys // BLOCK, tl.arange(0, COLUMNS)
+    i_bh, o_n = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     block = tl.zeros([BLOCK, COLUMNS], tl.bfloat16)
-    if i_block < key_blocks:
-        i_bh, o = (i_block // (padded_keys // BLOCK)).to(tl.int64), tl.arange(0, BLOCK)
-        o += i_block % (padded_keys // BLOCK) * BLOCK
-        for r in tl.static_range(M):
-            vector = tl.load(NARROW_KEYS + (i_bh * M + r) * padded_keys + o)
-            block = tl.where(o_column[None, :] == r, vector[:, None], block)
-        tl.store(KEY_COLUMNS + (i_bh * padded_keys + o)[:, None] * COLUMNS + o_column[None, :], block)
-    else:
-        i_block -= key_blocks
-        i_bh, o = (i_block // (padded_queries // BLOCK)).to(tl.int64), tl.arange(0, BLOCK)
-        o += i_block % (padded_queries // BLOCK) * BLOCK
-        for r in tl.static_range(M):
-            vector = tl.load(ROWS + (i_bh * (1 + 2 * M) + 1 + r) * padded_queries + o).to(tl.bfloat16)
-            tl.store(NARROW_ROWS + (i_bh * M + r) * padded_queries + o, vector)
-            block = tl.where(o_column[None, :] == r, vector[:, None], block)
-        tl.store(ROW_COLUMNS + (i_bh * padded_queries + o)[:, None] * COLUMNS + o_column[None, :], block)
+    for r in tl.static_range(M):
+        vector = tl.load(NARROW_KEYS + (i_bh * M + r) * padded_keys + o_n)
+        block = tl.where(o_column[None, :] == r, vector[:, None], block)
+    tl.store(KEY_COLUMNS + (i_bh * padded_keys + o_n)[:, None] * COLUMNS + o_column[None, :], block)
 
 
-def narrow(narrow_keys: Tensor, rows: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`narrow_keys` (G,M,Nk') as columns; the weights of `rows` (G,1+2M,Nq') in bfloat16, along Nq' and as columns."""
+def side_by_side(narrow_keys: Tensor, columns: int) -> Tensor:
+    """`narrow_keys` (G,M,Nk') as (G,Nk',columns)."""
     groups, components, padded_keys = narrow_keys.shape
-    queries = rows.shape[-1]
-    empty = partial(torch.empty, device=rows.device, dtype=torch.bfloat16)
-    key_columns, row_columns = empty(groups, padded_keys, columns), empty(groups, queries, columns)
-    narrow_rows = empty(groups, components, queries)
-    launch(
-        narrow_kernel, (groups * (padded_keys + queries) // 128,), narrow_keys, key_columns, rows, narrow_rows,
-        row_columns, groups, padded_keys, queries, components, columns, 128,
-    )  # fmt: skip
-    return key_columns, narrow_rows, row_columns
+    result = narrow_keys.new_empty(groups, padded_keys, columns)
+    grid = (groups * padded_keys // 128,)
+    launch(columns_kernel, grid, narrow_keys, result, padded_keys, components, columns, 128)
+    return result

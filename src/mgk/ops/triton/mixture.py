@@ -16,18 +16,19 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.primitives import (
-    COLUMNS,
     COUNTS,
     EVERY,
     FAR,
     LOG2E,
     NEVER,
+    SUMS,
     any_far,
     dropout,
     flag_misfits,
     is_far,
     key_range,
     key_tiles,
+    load_columns,
     load_tile,
     load_vector,
     load_vectors,
@@ -183,7 +184,9 @@ def forward_block(
         m = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) * (0.5 * LOG2E * inverse_variance)
     else:
         m = tl.full([BM], NEVER, tl.float32)
-    l, acc = tl.zeros([BM, COLUMNS] if NARROW else [BM], tl.float32), tl.zeros([BM, BV], tl.float32)
+    l, acc = tl.zeros([BM, SUMS] if NARROW else [BM], tl.float32), tl.zeros([BM, BV], tl.float32)
+    if EVEN and not SPANS and not CAUSAL:
+        tl.assume(full >= BN)
     for start in range(0, full, BN):
         acc, m, l = forward_step(
             start, b_q, acc, m, l, row, inverse, p_k, p_v, p_lw, p_w, SEED, i_bh, i_m, offset, threshold, num_keys,
@@ -302,12 +305,12 @@ def query_step(
 
 @triton.jit
 def query_block(
-    i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, SPAN, SEED, DO, DELTA, DQ, PART, inverse_variance,
+    i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, SPAN, SEED, DO, KNOWN, DQ, PART, inverse_variance,
     threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh,
     sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr,
     VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, and each query block's share of dvariance."""
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
@@ -323,13 +326,16 @@ def query_block(
     b_do = load_tile(DO + i_b * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
     b_o = load_tile(OUT + i_b * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
-    tl.store(DELTA + p_row + o_m, delta)
-    lse = load_vector(LSE + p_row, i_m * BM, BM)
+    lse, p_known = load_vector(LSE + p_row, i_m * BM, BM), KNOWN + (p_row + o_m) * WIDTH
+    tl.store(p_known, lse)
+    tl.store(p_known + 1, delta)
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
     row = row_biases(b_q, inverse, M, VARIANCES)
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
     b_dq, drow = tl.zeros([BM, BD], tl.float32), zeros_tuple([BM], M)
+    if EVEN and not SPANS and not CAUSAL:
+        tl.assume(full >= BN)
     for start in range(0, full, BN):
         b_dq, drow = query_step(
             start, b_q, b_do, b_dq, drow, row, inverse, lse, delta, p_k, p_v, p_lw, p_w, SEED, i_bh, i_m, offset,
@@ -357,12 +363,13 @@ def query_block(
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, SEED, DO, DELTA, DQ, PART, inverse_variance,
+    Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, SEED, DO, KNOWN, DQ, PART, inverse_variance,
     threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh,
-    sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, HEADS: tl.constexpr,
-    NARROW: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
-    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr, DV:
+    tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, HEADS: tl.constexpr, NARROW:
+    tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK:
+    tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN:
+    tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -373,38 +380,39 @@ def query_kernel(
                 i_m = blocks - 1 - i_block
                 if is_far(FAR_HEADS, i_bh):
                     query_block(
-                        i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, SPAN, SEED, DO, DELTA, DQ, PART,
+                        i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, SPAN, SEED, DO, KNOWN, DQ, PART,
                         inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn,
                         sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries,
                         padded_keys, parts, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK,
-                        DROPOUT, PRECISION, BM, BN,
+                        DROPOUT, PRECISION, WIDTH, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_m = blocks - 1 - i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             query_block(
-                i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, SPAN, SEED, DO, DELTA, DQ, PART,
+                i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, SPAN, SEED, DO, KNOWN, DQ, PART,
                 inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh,
                 son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D, DV,
-                BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, PRECISION, BM, BN,
+                BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN,
             )  # fmt: skip
 
 
 @triton.jit
 def key_step(
-    start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, p_seed, i_bh, i_n, offset,
-    threshold, inverse_keep, num_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_known, p_seed, i_bh, i_n, offset, threshold,
+    inverse_keep, num_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV:
+    tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL:
+    tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM:
+    tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dk, dv and the key biases, keys down and queries across."""
     o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
     b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, MASKED)  # [BM, BD]
     b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, MASKED)  # [BM, BV]
-    lse, delta = load_vector(p_lse, start, BM), load_vector(p_delta, start, BM)
     slope = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+    known = load_columns(p_known, start, BM, WIDTH)
+    lse, delta = known[0], known[1]
     if DROPOUT:  # the weights that are kept are divided by their share at the end
         drop = dropout(p_seed, i_bh, start, i_n * BN, threshold, 1.0, True, BM, BN)
         slope = slope * drop * inverse_keep
@@ -455,12 +463,13 @@ def key_step(
 
 @triton.jit
 def key_block(
-    i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, LSE, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, inverse_variance,
+    i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, inverse_variance,
     threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb,
-    seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr,
+    seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr, DV:
+    tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr,
     VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN:
+    tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dlog_prior and dvariance."""
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
@@ -469,7 +478,7 @@ def key_block(
     o_n = i_n * BN + tl.arange(0, BN)
     p_q, p_do = Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh
     p_k, p_row = K + i_b * skb + i_h * skh, i_bh.to(tl.int64) * padded_queries
-    p_lse, p_delta = LSE + p_row, DELTA + p_row
+    p_known = KNOWN + p_row * WIDTH
     b_v = load_tile(V + i_b * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
     log_w = load_vectors(LW + i_bh.to(tl.int64) * M * padded_keys, i_n * BN, padded_keys, BN, M)
     w = log_w
@@ -484,22 +493,24 @@ def key_block(
     b_dk, b_dv, dw = (
         zeros_tuple([BN, BD], M),
         tl.zeros([BN, BV], tl.float32),
-        zeros_tuple([BN, COLUMNS], 1) if NARROW else zeros_tuple([BN], M),
+        zeros_tuple([BN, SUMS], 1) if NARROW else zeros_tuple([BN], M),
     )
+    if EVEN and not SPANS and not CAUSAL:
+        tl.assume(whole >= BM)
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
-            start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
+            start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_known, SEED, i_bh, i_n, offset,
             threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, False,
-            DROPOUT, PRECISION, BM, BN,
+            DROPOUT, PRECISION, WIDTH, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         diagonal, tail = tl.cdiv(visible - begin, BM), tl.maximum(visible, whole)
         for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), BM), num_stages=1):
             start = tl.where(i < diagonal, begin + i * BM, tail + (i - diagonal) * BM)
             b_dk, b_dv, dw = key_step(
-                start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_lse, p_delta, SEED, i_bh, i_n, offset,
+                start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_known, SEED, i_bh, i_n, offset,
                 threshold, inverse_keep, num_queries, sqn, sgn, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, True,
-                DROPOUT, PRECISION, BM, BN,
+                DROPOUT, PRECISION, WIDTH, BM, BN,
             )  # fmt: skip
     if NARROW:
         dw = split_columns(dw[0], M)
@@ -526,13 +537,13 @@ def key_block(
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    Q, K, V, LW, NARROW_KEYS, VARIANCE, LSE, FAR_HEADS, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, inverse_variance,
+    Q, K, V, LW, NARROW_KEYS, VARIANCE, FAR_HEADS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, inverse_variance,
     threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb,
     seh, sen, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
     HEADS: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
     SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_keys // BN, BATCHES * H
@@ -543,20 +554,20 @@ def key_kernel(
                 i_n = i_block
                 if is_far(FAR_HEADS, i_bh):
                     key_block(
-                        i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, LSE, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART,
+                        i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART,
                         inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn,
                         sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries,
                         padded_keys, query_parts, parts, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS,
-                        KEY_MASK, DROPOUT, POSITIONS, PRECISION, BM, BN,
+                        KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_n = i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             key_block(
-                i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, LSE, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART,
+                i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART,
                 inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh,
                 sgn, sdb, sdh, sdm, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys,
                 query_parts, parts, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
-                POSITIONS, PRECISION, BM, BN,
+                POSITIONS, PRECISION, WIDTH, BM, BN,
             )  # fmt: skip

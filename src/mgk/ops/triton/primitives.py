@@ -16,7 +16,8 @@ import triton.language as tl
 NEVER = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-COLUMNS = tl.constexpr(16)  # of the products that sum rows: the least a product has
+COLUMNS = tl.constexpr(16)  # of the products that sum rows with weights
+SUMS = tl.constexpr(8)  # of those that sum without: the least a product has
 # Arguments whose values are not worth a kernel of their own: another batch size compiles nothing.
 COUNTS = ("BATCHES", "section", "H", "num_queries", "num_keys", "query_parts", "parts")
 EVERY, NEAR, FAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # heads a launch is for, by their reach
@@ -83,8 +84,8 @@ def where_tuple(condition, blocks, M: tl.constexpr):
 
 @triton.jit
 def split_columns(block, M: tl.constexpr):
-    """The first M columns of [ROWS, COLUMNS], as a tuple of M vectors."""
-    o_column, result = tl.arange(0, COLUMNS), ()
+    """The first M columns of a block that has more, as a tuple of M vectors."""
+    o_column, result = tl.arange(0, block.shape[1]), ()
     for r in tl.static_range(M):
         result = result + (tl.sum(tl.where(o_column[None, :] == r, block, 0.0), 1),)
     return result
@@ -92,8 +93,30 @@ def split_columns(block, M: tl.constexpr):
 
 @triton.jit
 def unit_column(r: tl.constexpr, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Ones in column r, zeros elsewhere: a product with it sums rows into that column.  # [ROWS, COLUMNS]"""
-    return tl.where((tl.arange(0, COLUMNS) == r)[None, :], tl.full([ROWS, COLUMNS], 1.0, dtype), 0.0).to(dtype)
+    """Ones in column r, zeros elsewhere: a product with it sums rows into that column.  # [ROWS, SUMS]"""
+    return tl.where((tl.arange(0, SUMS) == r)[None, :], tl.full([ROWS, SUMS], 1.0, dtype), 0.0).to(dtype)
+
+
+@triton.jit
+def load_columns(p_base, start, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH numbers that lie side by side for each of ROWS, as a tuple of WIDTH vectors.
+
+    A loop copies such a block once, and each thread reads what it needs; a vector of fewer numbers than threads is
+    fetched by every warp, and with an address for every number.
+    """
+    o_row, o_column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    blocks = (tl.load(p_base + start * WIDTH + (o_row[:, None] * WIDTH + o_column[None, :])),)
+    for level in tl.static_range(6):
+        if WIDTH >> level > 1:  # even places first, then odd ones, until none are left: that puts them in order
+            even, odd = (), ()
+            for i in tl.static_range(1 << level):
+                block = blocks[i]
+                if WIDTH >> level > 2:
+                    block = tl.reshape(block, [ROWS, WIDTH >> (level + 1), 2])
+                one, other = tl.split(block)
+                even, odd = even + (one,), odd + (other,)
+            blocks = even + odd
+    return blocks
 
 
 @triton.jit
@@ -103,6 +126,29 @@ def larger(x, y):
         result = tl.where(y > x, y, x)
     else:
         result = tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.bfloat16, True, 2)
+    return result
+
+
+@triton.jit
+def multiply_add(x, y, z):
+    """x y + z of bfloat16, two at a time; the compiler may pair them the other way round, and turn them back later."""
+    if INTERPRETED:
+        result = x * y + z
+    else:
+        result = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], tl.bfloat16, True, 2)
+    return result
+
+
+@triton.jit
+def multiply(x, y):
+    """x y of bfloat16, likewise; every GPU that has them has a product with a sum, and that of -0 changes nothing."""
+    if INTERPRETED:
+        result = x * y
+    else:
+        result = tl.inline_asm_elementwise(
+            "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}", "=r,r,r", [x, y],
+            tl.bfloat16, True, 2,
+        )  # fmt: skip
     return result
 
 

@@ -33,6 +33,7 @@ from mgk.ops.triton.primitives import (
     EVERY,
     FAR,
     NEVER,
+    SUMS,
     any_far,
     dropout,
     flag_misfits,
@@ -40,9 +41,12 @@ from mgk.ops.triton.primitives import (
     key_range,
     key_tiles,
     larger,
+    load_columns,
     load_tile,
     load_vector,
     load_vectors,
+    multiply,
+    multiply_add,
     online_softmax,
     query_tiles,
     sees_a_key,
@@ -200,7 +204,9 @@ def forward_block(
         m = load_vector(p_rows, i_m * BM, BM)
     else:
         m = tl.full([BM], NEVER, tl.float32)
-    l, acc = tl.zeros([BM, COLUMNS] if NARROW else [BM], tl.float32), tl.zeros([BM, BV], tl.float32)
+    l, acc = tl.zeros([BM, SUMS] if NARROW else [BM], tl.float32), tl.zeros([BM, BV], tl.float32)
+    if EVEN and not SPANS and not CAUSAL:
+        tl.assume(full >= BN)
     for start in range(0, full, BN):
         acc, m, l = forward_step(
             start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
@@ -270,12 +276,14 @@ def forward_kernel(
 def query_step(
     start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, p_seed, i_bh, i_m, offset,
     scale, threshold, inverse_keep, num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """One key tile's share of dq and, after the first component, of dlog_u; on the light road that lacks its rho.
 
-    `du` has a vector per component, or with narrow mixing is one block of columns.
+    `rows` are the rho, on the safe road the log_u, on the hard one the leads. `du` has a vector per component, or with
+    narrow mixing is one block of columns.
     """
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
     b_k = load_tile(p_k, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
@@ -302,11 +310,12 @@ def query_step(
             elif M > 1:
                 b_w = load_tile(p_columns, start, padded_keys, COLUMNS, BN, COLUMNS, COLUMNS, False)  # [BN, COLUMNS]
                 new = (tl.dot(g, b_w, du[0]),)
+            ds = g * mixed(cast_tuple(rows, b_k.dtype, M), w, False, M)
         else:
             w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
             for r in tl.static_range(1, M):
                 new = new + (du[r] + tl.sum(g * w[r][None, :], 1),)
-        ds = g * mixed(rows, w, False, M)
+            ds = g * mixed(rows, w, False, M)
     else:
         log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
         if ROAD == HARD:
@@ -329,53 +338,79 @@ def query_step(
 
 
 @triton.jit
-def query_block(
-    i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, DELTA, DQ, PART, scale,
-    threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh,
-    sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr,
-    EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+def store_known(
+    p_known, p_columns, o_m, lse, delta, rows, dtype: tl.constexpr, M: tl.constexpr, AS_COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """dq, delta, and each query block's share of dshift."""
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    """What the key side needs of a query side by side: LSE, delta, the rest of `rows`; and 1 and these, narrow, again
+    as columns.
+    """
+    p_known += o_m * WIDTH
+    tl.store(p_known, lse)
+    tl.store(p_known + 1, delta)
+    for r in tl.static_range(1, M):
+        tl.store(p_known + 1 + r, rows[r])
+    if AS_COLUMNS:
+        o_column = tl.arange(0, COLUMNS)[None, :]
+        block = tl.where(o_column == 0, tl.full([BM, COLUMNS], 1.0, tl.float32), 0.0)
+        for r in tl.static_range(1, M):
+            block = tl.where(o_column == r, rows[r][:, None], block)
+        tl.store(p_columns + o_m[:, None] * COLUMNS + o_column, block.to(dtype))
+
+
+@triton.jit
+def query_block(
+    i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, KNOWN, ROW_COLUMNS, DQ, PART,
+    scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb,
+    sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dq, what the key side needs, and each query block's share of dshift."""
+    i_b, i_h, i_g = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
     p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
-    p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
-    p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
+    p_keys = KEYS + i_g * (1 + 2 * M) * padded_keys
+    p_rows = ROWS + i_g * (1 + 2 * M) * padded_queries
     b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
     b_do = load_tile(DO + i_b * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
     b_o = load_tile(OUT + i_b * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
-    tl.store(DELTA + i_bh.to(tl.int64) * padded_queries + o_m, delta)
     lse = load_vector(p_rows, i_m * BM, BM)
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
-    mixing, p_narrow, p_columns = rows, NARROW_KEYS, KEY_COLUMNS
-    if NARROW and ROAD == LIGHT:
-        mixing = cast_tuple(rows, b_q.dtype, M)
-        p_narrow += i_bh.to(tl.int64) * M * padded_keys
-        p_columns += i_bh.to(tl.int64) * COLUMNS * padded_keys
+    p_narrow, p_columns, p_row_columns = NARROW_KEYS, KEY_COLUMNS, ROW_COLUMNS
+    AS_COLUMNS: tl.constexpr = NARROW and ROAD == LIGHT
+    if AS_COLUMNS:
+        p_narrow += i_g * M * padded_keys
+        p_columns += i_g * COLUMNS * padded_keys
+        p_row_columns += i_g * COLUMNS * padded_queries
+    store_known(
+        KNOWN + i_g * WIDTH * padded_queries, p_row_columns, o_m, lse, delta, rows, b_q.dtype, M, AS_COLUMNS, WIDTH, BM
+    )  # fmt: skip
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
     b_dq = tl.zeros([BM, BD], tl.float32)
     if NARROW:
-        du = zeros_tuple([BM, COLUMNS], 1)
+        du = zeros_tuple([BM, COLUMNS if ROAD == LIGHT else SUMS], 1)
     else:
         du = zeros_tuple([BM], M)
+    if EVEN and not SPANS and not CAUSAL:
+        tl.assume(full >= BN)
     for start in range(0, full, BN):
         b_dq, du = query_step(
-            start, b_q, b_do, b_dq, du, mixing, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
-            offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL,
-            False, DROPOUT, PRECISION, NARROW, BM, BN,
+            start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
+            offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, NARROW,
+            CAUSAL, False, DROPOUT, PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or KEY_MASK or not EVEN:
         for start in tl.range(full, stop, BN, num_stages=1):
             b_dq, du = query_step(
-                start, b_q, b_do, b_dq, du, mixing, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
-                offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, CAUSAL,
-                True, DROPOUT, PRECISION, NARROW, BM, BN,
+                start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
+                offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, NARROW,
+                CAUSAL, True, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
     if NARROW:
         du = split_columns(du[0], M)
@@ -386,7 +421,7 @@ def query_block(
         dlog_u = dlog_u + (part,)
     dlog_u = (rest,) + dlog_u
 
-    p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * (BD + 1)
+    p_part = PART + (i_g * parts + i_m) * M * (BD + 1)
     b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True, True)
     for r in tl.static_range(M):
         b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
@@ -398,12 +433,13 @@ def query_block(
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, DELTA, DQ, PART, scale,
-    threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh,
-    sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, HEADS: tl.constexpr,
-    NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, KNOWN, ROW_COLUMNS, DQ, PART,
+    scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb,
+    sgh, sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
+    HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+    SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -414,30 +450,32 @@ def query_kernel(
                 i_m = blocks - 1 - i_block
                 if is_far(FAR_HEADS, i_bh):
                     query_block(
-                        i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, DELTA, DQ,
-                        PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh,
-                        svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries,
-                        padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
-                        PRECISION, BM, BN,
+                        i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, KNOWN,
+                        ROW_COLUMNS, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb,
+                        skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys,
+                        padded_queries, padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS,
+                        KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_m = blocks - 1 - i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             query_block(
-                i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, DELTA, DQ, PART,
-                scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh,
-                son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D, DV,
-                BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, PRECISION, BM, BN,
+                i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, KNOWN,
+                ROW_COLUMNS, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn,
+                svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries,
+                padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
+                PRECISION, WIDTH, BM, BN,
             )  # fmt: skip
 
 
 @triton.jit
 def key_step(
-    start, b_k, b_v, b_dk, b_dv, dw, w, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, p_seed, i_bh, i_n, offset,
-    scale, threshold, inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    start, b_k, b_v, b_dk, b_dv, dw, w, p_q, p_do, p_rows, p_known, p_columns, p_seed, i_bh, i_n, offset, scale,
+    threshold, inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dk, dv and dlog_w, keys down and queries across; on the light road dlog_w lacks its w.
 
@@ -447,15 +485,14 @@ def key_step(
     o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
     b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, MASKED)  # [BM, BD]
     b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, MASKED)  # [BM, BV]
-    lse, delta = load_vector(p_rows, start, BM), load_vector(p_delta, start, BM)
-    if NARROW and ROAD == LIGHT:
-        rows = load_vectors(p_narrow, start, padded_queries, BM, M)
-    else:
-        rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, start, padded_queries, BM, M)
     s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
     if CAUSAL and MASKED:
         s = tl.where(o_n[:, None] <= o_m[None, :] + offset, s, NEVER)
     slope = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+    known = load_columns(p_known, start, BM, WIDTH)
+    lse, delta, rows = known[0], known[1], ()
+    for r in tl.static_range(M):
+        rows = rows + (known[1 + r],)  # the first are all 1, or 0, and not asked for
     drop = 1.0
     if DROPOUT:
         drop = dropout(p_seed, i_bh, start, i_n * BN, threshold, inverse_keep, True, BM, BN)
@@ -469,12 +506,17 @@ def key_step(
             e, g = (e * drop).to(b_q.dtype), g.to(b_q.dtype)
             b_r = load_tile(p_columns, start, padded_queries, COLUMNS, BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
             new = new + (tl.dot(g, b_r, dw[0]),)
+            mix = tl.broadcast_to(w[0].to(b_q.dtype)[:, None], s.shape)
+            for r in tl.static_range(1, M):
+                column, row = w[r].to(b_q.dtype)[:, None], rows[r].to(b_q.dtype)[None, :]
+                mix = multiply_add(tl.broadcast_to(column, s.shape), tl.broadcast_to(row, s.shape), mix)
+            p, ds = multiply(e, mix), multiply(g, mix)
         else:
             new = new + (dw[0] + tl.sum(g, 1),)
             for r in tl.static_range(1, M):
                 new = new + (dw[r] + tl.sum(g * rows[r][None, :], 1),)
-        mix = mixed(rows, w, True, M)
-        p, ds = e * mix, g * mix
+            mix = mixed(rows, w, True, M)
+            p, ds = e * mix, g * mix
     elif ROAD == HARD:
         best, won = best_bid(slope, rows, w, True, M)
         p = tl.exp2(s * scale + best - lse[None, :])
@@ -490,9 +532,10 @@ def key_step(
             else:
                 new = new + (dw[r] + tl.sum(share, 1),)
     else:
+        log_u = load_vectors(p_rows + (1 + M) * padded_queries, start, padded_queries, BM, M)
         p, ds = tl.zeros_like(s), tl.zeros_like(s)
         for r in tl.static_range(M):
-            part = weight(s * scale + bid(rows[r] - lse, w[r], True))
+            part = weight(s * scale + bid(log_u[r] - lse, w[r], True))
             p += part
             part *= slope
             ds += part
@@ -506,12 +549,12 @@ def key_step(
 
 @triton.jit
 def key_block(
-    i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, scale,
-    threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh,
-    sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
+    i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, scale, threshold,
+    inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh,
+    sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dshift and dlog_prior."""
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
@@ -519,7 +562,7 @@ def key_block(
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_n, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, BD)
     p_q, p_do = Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh
-    p_delta = DELTA + i_bh.to(tl.int64) * padded_queries
+    p_known = KNOWN + i_bh.to(tl.int64) * WIDTH * padded_queries
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
     b_k = load_tile(K + i_b * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True)  # [BN, BD]
@@ -528,29 +571,29 @@ def key_block(
 
     begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, CAUSAL, BM, BN)
     b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
-    mixing, p_narrow, p_columns = w, NARROW_ROWS, ROW_COLUMNS
+    p_columns = ROW_COLUMNS
     if NARROW and ROAD == LIGHT:
-        mixing = cast_tuple(w, b_k.dtype, M)
-        p_narrow += i_bh.to(tl.int64) * M * padded_queries
         p_columns += i_bh.to(tl.int64) * COLUMNS * padded_queries
     if NARROW:
-        dw = zeros_tuple([BN, COLUMNS], 1)
+        dw = zeros_tuple([BN, COLUMNS if ROAD == LIGHT else SUMS], 1)
     else:
         dw = zeros_tuple([BN], M)
+    if EVEN and not SPANS and not CAUSAL:
+        tl.assume(whole >= BM)
     for start in range(visible, whole, BM):
         b_dk, b_dv, dw = key_step(
-            start, b_k, b_v, b_dk, b_dv, dw, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED, i_bh, i_n,
-            offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD,
-            CAUSAL, False, DROPOUT, PRECISION, NARROW, BM, BN,
+            start, b_k, b_v, b_dk, b_dv, dw, w, p_q, p_do, p_rows, p_known, p_columns, SEED, i_bh, i_n, offset, scale,
+            threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, NARROW,
+            CAUSAL, False, DROPOUT, PRECISION, WIDTH, BM, BN,
         )  # fmt: skip
     if CAUSAL or not EVEN:
         diagonal, tail = tl.cdiv(visible - begin, BM), tl.maximum(visible, whole)
         for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), BM), num_stages=1):
             start = tl.where(i < diagonal, begin + i * BM, tail + (i - diagonal) * BM)
             b_dk, b_dv, dw = key_step(
-                start, b_k, b_v, b_dk, b_dv, dw, mixing, p_q, p_do, p_rows, p_narrow, p_columns, p_delta, SEED, i_bh,
-                i_n, offset, scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M,
-                ROAD, CAUSAL, True, DROPOUT, PRECISION, NARROW, BM, BN,
+                start, b_k, b_v, b_dk, b_dv, dw, w, p_q, p_do, p_rows, p_known, p_columns, SEED, i_bh, i_n, offset,
+                scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, NARROW,
+                CAUSAL, True, DROPOUT, PRECISION, WIDTH, BM, BN,
             )  # fmt: skip
     if NARROW:
         dw = split_columns(dw[0], M)
@@ -586,13 +629,13 @@ def key_block(
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, DELTA, DK, DV_, DLW, PART, scale,
-    threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh,
-    sdn, seb, seh, sen, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
-    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, scale, threshold,
+    inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh,
+    sen, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, HEADS: tl.constexpr,
+    NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
+    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_keys // BN, BATCHES * H
@@ -603,20 +646,20 @@ def key_kernel(
                 i_n = i_block
                 if is_far(FAR_HEADS, i_bh):
                     key_block(
-                        i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, SPAN, SEED, DO, DELTA, DK, DV_,
-                        DLW, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb,
-                        svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries,
-                        padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK,
-                        DROPOUT, POSITIONS, PRECISION, BM, BN,
+                        i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART,
+                        scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
+                        sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries,
+                        padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS,
+                        KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_n = i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             key_block(
-                i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, NARROW_ROWS, ROW_COLUMNS, SPAN, SEED, DO, DELTA, DK, DV_, DLW,
-                PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
-                sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys,
-                query_parts, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, POSITIONS,
-                PRECISION, BM, BN,
+                i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, scale,
+                threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn,
+                sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
+                D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, POSITIONS, PRECISION,
+                WIDTH, BM, BN,
             )  # fmt: skip
