@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,19 @@ def test_fine_tuning_lowers_the_loss_of_a_merged_model() -> None:
     assert mean_loss(small, batches) < before
     with pytest.raises(ValueError, match="batches: expected a list, or as many as steps"):
         finetune(small, iter(batches), steps=2)
+
+
+def test_fine_tuning_in_low_precision_sees_its_own_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast keeps the weights it narrowed: a context around all steps would train with those of the first."""
+    model, batch = foreign("llama-grouped")
+    model = model.float()
+    batches = [batch | {"labels": batch["input_ids"]}]
+    expected = finetune(copy.deepcopy(model), batches, steps=6, lr=1e-2)
+    module = importlib.import_module("mgk.hf.finetune")
+    monkeypatch.setattr(module, "autocast", lambda _: torch.autocast("cpu", torch.bfloat16))
+    got = finetune(model, batches, steps=6, lr=1e-2)
+    assert expected[0] - expected[-1] > 0.5
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2**-7, atol=0.0)
 
 
 def test_fine_tuning_moves_the_priors() -> None:

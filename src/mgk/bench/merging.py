@@ -18,7 +18,6 @@ import copy
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mgk.hf.convert import from_run
-from mgk.hf.finetune import finetune, placed
+from mgk.hf.finetune import finetune, outputs
 from mgk.hf.halve import Texts, texts_of_run
 from mgk.hf.merge import METHODS, merge_heads
 from mgk.recipes import recipe
@@ -57,8 +56,7 @@ def score(model: Any, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
     model.eval()
     loss, right, count = 0.0, 0, 0
     for batch in batches:
-        with autocast(model):
-            found = model(**placed(batch, model))
+        found = outputs(model, batch)
         labels = batch["labels"] if "labels" in batch else batch["shift_labels"]
         loss += float(found.loss) * labels.numel()
         count += labels.numel()
@@ -67,19 +65,13 @@ def score(model: Any, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
     return {"loss": loss / count} | ({"accuracy": right / count} if labels.dim() == 1 else {})
 
 
-def autocast(model: Any) -> AbstractContextManager[Any]:
-    """As the originals are trained on a GPU."""
-    return torch.autocast("cuda", torch.bfloat16) if model.device.type == "cuda" else nullcontext()
-
-
 def tuned(model: Any, texts: Texts, steps: int, rates: tuple[float, ...]) -> tuple[Any, float]:
     """The best of some learning rates on the validation set, and which it was."""
     found = []
     for lr in rates:
         torch.manual_seed(0)
         each = copy.deepcopy(model)
-        with autocast(each):
-            finetune(each, texts.training(), steps=steps, lr=lr)
+        finetune(each, texts.training(), steps=steps, lr=lr)
         found.append((score(each, texts.valid())["loss"], lr, each))
     _, lr, best = min(found, key=lambda item: item[0])
     return best, lr

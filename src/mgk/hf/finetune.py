@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ def finetune(
 ) -> list[float]:
     """Train in place with AdamW, a tenth of the steps up to `lr` and then linearly down; returns the losses.
 
+    On a GPU in bfloat16 (autocast), the weights as they are.
+
     Args:
         model: of Transformers.
         batches: arguments of the model with `labels`, by name; a list is gone through again if it is shorter than
@@ -45,7 +48,7 @@ def finetune(
     training, losses = model.training, []
     model.train()
     for step, batch in enumerate(itertools.islice(_again(batches), steps), 1):
-        loss = model(**placed(batch, model)).loss
+        loss = outputs(model, batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimiser.step()
@@ -63,7 +66,7 @@ def mean_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> float:
     """Mean of the losses of some batches, in evaluation mode."""
     training = model.training
     model.eval()
-    losses = [float(model(**placed(batch, model)).loss) for batch in batches]
+    losses = [float(outputs(model, batch).loss) for batch in batches]
     model.train(training)
     if not losses:
         raise ValueError("batches: expected at least one, got none")
@@ -81,5 +84,13 @@ def _again(batches: Iterable[Batch]) -> Iterator[Batch]:
             raise ValueError("batches: expected a list, or as many as steps, got fewer")
 
 
-def placed(batch: Batch, model: PreTrainedModel) -> Batch:
-    return {name: value.to(model.device) if hasattr(value, "to") else value for name, value in batch.items()}
+def outputs(model: PreTrainedModel, batch: Batch) -> Any:
+    """Of one batch. Each has a context of its own: one keeps the weights it has narrowed for as long as it lasts."""
+    there = {name: value.to(model.device) if hasattr(value, "to") else value for name, value in batch.items()}
+    with autocast(model):
+        return model(**there)
+
+
+def autocast(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Products in bfloat16 on a GPU, as `mgk train` has them."""
+    return torch.autocast("cuda", torch.bfloat16) if model.device.type == "cuda" else nullcontext()

@@ -217,7 +217,7 @@ def shifted_forward(
     query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output; what is known of the queries (G,1+2M,Nq') and the keys (G,1+2M,Nk'), of which some in bfloat16 (G,M,Nk');
-    the heads that reach far (G).
+    the heads that reach far, seen beforehand and on the way (G,2).
     """
     (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
     output, rows, keys, narrow_keys, far = shifted_results(query, key, shift, value)
@@ -257,7 +257,8 @@ def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) ->
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     return (
         like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, 1 + 2 * components, queries),
-        empty(batch * heads, 1 + 2 * components, keys), empty(narrow_keys, dtype=torch.bfloat16), empty(batch * heads),
+        empty(batch * heads, 1 + 2 * components, keys), empty(narrow_keys, dtype=torch.bfloat16),
+        empty(batch * heads, 2),
     )  # fmt: skip
 
 
@@ -353,7 +354,7 @@ def mixture_forward(
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output; row sums (G,Nq'); key biases (G,M,Nk'), and as factors in bfloat16; the heads that reach far (G)."""
+    """Output; row sums (G,Nq'); key biases (G,M,Nk'), and as factors in bfloat16; the heads that reach far (G,2)."""
     (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
     choice = tile("mixture", "forward", query, value, components)
     output, rows, keys, narrow_keys, far = mixture_results(query, key, value, per_component, hard)
@@ -389,7 +390,7 @@ def mixture_results(
         like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, padded(num_queries)),
         empty(known),
         empty(known if light and is_narrow(query, components) else (0,), dtype=torch.bfloat16),
-        torch.zeros(batch * heads, device=query.device),
+        torch.zeros(batch * heads, 2, device=query.device),
     )  # fmt: skip
 
 

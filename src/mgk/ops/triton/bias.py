@@ -58,7 +58,8 @@ def bias_kernel(
 ):  # fmt: skip
     """KEYS (G, M, Nk') takes log_w, -inf where a key takes no part; NARROW_KEYS (G, M, Nk') the w in bfloat16.
 
-    FAR_HEADS (G), zeros before, takes a 1 where a w reaches beyond what may be multiplied with exponentials.
+    FAR_HEADS (G,2), zeros before, takes a 1 in its first column where a w reaches beyond what may be multiplied with
+    exponentials. The second column is for misfits of the forward pass.
     """
     blocks = tl.cdiv(padded_keys, BN)
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
@@ -77,7 +78,7 @@ def bias_kernel(
             w = tl.where(taken, tl.exp2(log_w[r]), 0.0).to(tl.bfloat16)
             tl.store(NARROW_KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w, mask=o_n < padded_keys)
             if tl.max(tl.where(taken, tl.maximum(log_w[r] - 4.0, -LIGHT_KEYS - log_w[r]), -1.0), 0) > 0:
-                tl.store(FAR_HEADS + i_bh, 1.0)
+                tl.store(FAR_HEADS + 2 * i_bh, 1.0)
 
 
 @triton.jit
@@ -117,7 +118,7 @@ def shifted_bias_block(
             tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(taken, log_w[r] - top, NEVER))
         beyond = tl.where(taken, tl.maximum(largest - 4.0, -LIGHT_KEYS - largest), -1.0)
         if tl.max(beyond, 0) > 0:
-            tl.store(FAR_HEADS + i_bh, 1.0)
+            tl.store(FAR_HEADS + 2 * i_bh, 1.0)
     else:
         start = (i_block - key_blocks) * BN
         o_m = start + tl.arange(0, BN)
@@ -137,7 +138,7 @@ def shifted_bias_block(
             tl.store(p_rows + (1 + r) * padded_queries, lead if HARD else tl.exp2(lead))
             tl.store(p_rows + (1 + M + r) * padded_queries, log_u)
         if tl.max(beyond, 0) > 0:
-            tl.store(FAR_HEADS + i_bh, 1.0)
+            tl.store(FAR_HEADS + 2 * i_bh, 1.0)
 
 
 @triton.jit
@@ -150,8 +151,8 @@ def shifted_bias_kernel(
     """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. NARROW_KEYS (G, M, Nk'): the w in bfloat16. ROWS
     (G, 1+2M, Nq'): the bound, rho, log_u.
 
-    FAR_HEADS (G), zeros before, takes a 1 where a head's numbers reach beyond what the light road can hold. `highest`
-    is the largest exponent a factor may have.
+    FAR_HEADS (G,2), zeros before, takes a 1 in its first column where a head's numbers reach beyond what the light road
+    can hold; the second is for misfits of the forward pass. `highest` is the largest exponent a factor may have.
     """
     blocks = (padded_keys + padded_queries) // BN
     shifted_bias_block(
@@ -165,7 +166,7 @@ def key_bias(
     keys: Tensor, narrow_keys: Tensor, far: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None,
     inverse_variance: float, key_mask: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,M,Nk') and, unless they are empty, `narrow_keys` (G,M,Nk') and `far` (G) from `key`."""
+    """Fill `keys` (G,M,Nk') and, unless they are empty, `narrow_keys` (G,M,Nk') and `far` (G,2) from `key`."""
     batch, heads, components, num_keys, width = key.shape
     block = max(16, min(128, 8192 // block_width(width)))
     launch(
@@ -181,11 +182,11 @@ def shifted_bias(
     keys: Tensor, narrow_keys: Tensor, rows: Tensor, far: Tensor, query: Tensor, key: Tensor, shift: Tensor,
     log_prior: Tensor | None, inverse_variance: float, key_mask: Tensor | None, hard: bool,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,1+2M,Nk'), `narrow_keys` (G,M,Nk') if bfloat16, `rows` (G,1+2M,Nq') and `far` (G)."""
+    """Fill `keys` (G,1+2M,Nk'), `narrow_keys` (G,M,Nk') if bfloat16, `rows` (G,1+2M,Nq') and `far` (G,2)."""
     heads, width = query.shape[1], query.shape[-1]
     blocks = (rows.shape[-1] + keys.shape[-1]) // BLOCK
     launch(
-        shifted_bias_kernel, (far.numel() * blocks,), query, key, shift, log_prior, as_bytes(key_mask), keys,
+        shifted_bias_kernel, (far.shape[0] * blocks,), query, key, shift, log_prior, as_bytes(key_mask), keys,
         narrow_keys, rows, far, inverse_variance, 14.0 if query.dtype == torch.float16 else 30.0, *query.stride()[:3],
         *key.stride()[:3], heads, query.shape[2], key.shape[2], rows.shape[-1], keys.shape[-1], width,
         block_width(width), shift.shape[1], log_prior is not None and log_prior.dim() == 2,

@@ -208,7 +208,7 @@ def forward_block(
     if MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
     if FIXED:
-        flag_misfits(FAR_HEADS + i_bh, l, takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, CAUSAL, SPANS))
+        flag_misfits(FAR_HEADS, i_bh, l, takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, CAUSAL, SPANS))
     takes_part = takes_part & (l > 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
@@ -242,7 +242,7 @@ def forward_kernel(
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_m = blocks - 1 - i_block
-        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False):
             forward_block(
                 i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED,
                 inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh,

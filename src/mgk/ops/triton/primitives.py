@@ -286,22 +286,27 @@ def work_of(item, blocks, groups, section):
 
 
 @triton.jit
-def is_far(p_far, i_bh):
-    """Whether this head is for the launch that takes any numbers."""
-    return tl.load(p_far + i_bh) > 0
+def is_far(p_far, i_bh, MISFITS: tl.constexpr = True):
+    """Whether this head is for the launch that takes any numbers. Without the misfits while programs still flag them:
+    warps of one program that read different answers would part ways, and no product survives that.
+    """
+    far = tl.load(p_far + 2 * i_bh)
+    if MISFITS:
+        far += tl.load(p_far + 2 * i_bh + 1)
+    return far > 0
 
 
 @triton.jit
 def any_far(p_far, groups, BLOCK: tl.constexpr):
     found = 0.0
-    for start in range(0, groups, BLOCK):
+    for start in range(0, 2 * groups, BLOCK):
         o = start + tl.arange(0, BLOCK)
-        found = tl.maximum(found, tl.max(tl.load(p_far + o, mask=o < groups, other=0.0), 0))
+        found = tl.maximum(found, tl.max(tl.load(p_far + o, mask=o < 2 * groups, other=0.0), 0))
     return found > 0
 
 
 @triton.jit
-def flag_misfits(p_far, l, sees):
+def flag_misfits(p_far, i_bh, l, sees):
     """Leave this head to another launch if a row that sees a key has a sum that a fixed maximum may have spoilt."""
     if tl.max((sees & ~((l >= 2.0**-90) & (l <= 2.0**90))).to(tl.int32), 0) > 0:
-        tl.store(p_far, 1.0)
+        tl.store(p_far + 2 * i_bh + 1, 1.0)

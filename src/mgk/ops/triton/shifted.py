@@ -230,7 +230,7 @@ def forward_block(
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
     if FIXED:
         sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, CAUSAL, SPANS)
-        flag_misfits(FAR_HEADS + i_bh, l, sees)
+        flag_misfits(FAR_HEADS, i_bh, l, sees)
     takes_part = takes_part & (l > 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
@@ -263,7 +263,7 @@ def forward_kernel(
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
         i_m = blocks - 1 - i_block
-        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False):
             forward_block(
                 i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
                 inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,

@@ -51,7 +51,7 @@ def forward_kernel(
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i_bh = tl.program_id(0)
-    tl.store(FAR_HEADS + i_bh, 0.0)
+    tl.store(FAR_HEADS + 2 * i_bh + tl.arange(0, 2), tl.zeros([2], tl.float32))
     tl.debug_barrier()
     for i_block in range(0, (padded_keys + padded_queries) // BN):
         shifted_bias_block(
@@ -60,7 +60,7 @@ def forward_kernel(
             PRIOR_AXES == 3, KEY_MASK, BEST, True, BN,
         )  # fmt: skip
     tl.debug_barrier()
-    if not is_far(FAR_HEADS, i_bh):
+    if not is_far(FAR_HEADS, i_bh, False):
         for i_m in range(0, padded_queries // BM):
             forward_block(
                 i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
