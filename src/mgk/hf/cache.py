@@ -7,6 +7,7 @@ A layer of softmax, MGK or sMGK grows with the text; one of the linear family (M
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -123,12 +124,12 @@ def stack_of(cache: Cache) -> StackCache:
     return StackCache([cast(MGKCacheLayer, layer).inner for layer in cache.layers])
 
 
-def adopt(cache: object, fresh: StackCache) -> Cache:
+def adopt(cache: object, fresh: Callable[[], StackCache]) -> Cache:
     """A cache that the model can use: one of ours as it is, an empty `DynamicCache` with our layers put into it."""
     if isinstance(cache, Cache) and cache.layers and all(isinstance(layer, MGKCacheLayer) for layer in cache.layers):
         return cache
     if isinstance(cache, DynamicCache) and not cache.get_seq_length() and not cache.offloading:
-        cache.layers = MGKCache(fresh).layers
+        cache.layers = MGKCache(fresh()).layers
         cache.layer_class_to_replicate = None
         return cache
     kind = type(cache).__name__

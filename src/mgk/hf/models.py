@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -181,8 +182,8 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         hooked = kwargs.get("output_hidden_states", self.config.output_hidden_states)
         check_options(kwargs)
         if past_key_values is not None or use_cache:
-            fresh = self.mgk.new_cache(len(input_ids))
-            past_key_values = MGKCache(fresh) if past_key_values is None else adopt(past_key_values, fresh)
+            fresh = partial(self.mgk.new_cache, len(input_ids))
+            past_key_values = MGKCache(fresh()) if past_key_values is None else adopt(past_key_values, fresh)
         if shift_labels is not None or labels is not None:
             if past_key_values is not None:
                 raise ValueError("labels: expected None with a cache, whose calls are not differentiated")

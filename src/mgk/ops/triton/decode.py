@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mgk.ops.triton.host import dense, dot_precision
 from mgk.ops.triton.launch import launch
-from mgk.ops.triton.primitives import LOG2E, NEVER, finite, online_softmax
+from mgk.ops.triton.primitives import LOG2E, NEVER, finite, online_softmax, widened
 
 MAX_QUERIES = 16
 PROGRAMS = 8  # per multiprocessor: several tiles are under way while one is computed
@@ -35,6 +35,7 @@ class Tile(NamedTuple):
 
 
 ONE_QUERY = Tile(numbers=4096, warps=4, stages=3)
+AHEAD = {"soft": (1, 1), "hard": (1, 3), "projected": (1, 2)}  # tiles at a time, and stages of such
 FEW_QUERIES = Tile(numbers=4096, warps=4, stages=3)
 
 
@@ -66,68 +67,117 @@ def alive_places(p_mask, o_places, num_places):
 
 @triton.jit
 def load_alive(p_base, start, alive, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows `start` and on of a matrix, those that take part; zero elsewhere.  # [ROWS, BLOCK]"""
+    """Rows `start` and on of a matrix, those that take part (None: all); zero elsewhere.  # [ROWS, BLOCK]"""
     o_row, o_column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    mask = alive[:, None]
-    if WIDTH != BLOCK:
-        mask = mask & (o_column < WIDTH)[None, :]
     p_tile = p_base + tl.cast(start, tl.int64) * stride + (o_row[:, None] * stride + o_column[None, :])
-    return tl.load(p_tile, mask=mask, other=0.0)
+    if alive is None and WIDTH == BLOCK:
+        tile = tl.load(p_tile)
+    elif alive is None:
+        tile = tl.load(p_tile, mask=(o_column < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(p_tile, mask=alive[:, None] & (o_column < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def none_hidden(p_mask, begin, end, BLOCK: tl.constexpr):
+    least = 1
+    for start in range(begin, end, BLOCK):
+        o_n = start + tl.arange(0, BLOCK)
+        least = tl.minimum(least, tl.min(tl.load(p_mask + o_n, mask=o_n < end, other=1), 0).to(tl.int32))
+    return least > 0
+
+
+@triton.jit
+def one_query_tiles(
+    m, l, acc, p_k, p_v, p_prior, p_mask, centre, scale, bias, begin, end, num_keys, skm, skn, svn, spm, spn,
+    SHIFTED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
+    HARD: tl.constexpr, ASK: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some more keys, AHEAD tiles at a time. Each of the BN places of a tile keeps a maximum, a sum and a row of values
+    of its own. ASK: which keys there are.
+    """
+    for first in tl.range(begin, end, BN * AHEAD, num_stages=STAGES):
+        logits, values, best = (), (), tl.full([BN], NEVER, tl.float32)
+        for i in tl.static_range(AHEAD):
+            start = first + i * BN
+            o_n = start + tl.arange(0, BN)
+            alive = alive_places(p_mask, o_n, end) if ASK else None
+            b_k = load_alive(p_k, start, alive, skn, BN, D, BD)  # [BN, BD]
+            values = values + (load_alive(p_v, start, alive, svn, BN, DV, BV),)  # [BN, BV]
+            for r in tl.static_range(M):
+                if not SHIFTED and r > 0:
+                    b_k = load_alive(p_k + tl.cast(skm, tl.int64) * r, start, alive, skn, BN, D, BD)  # [BN, BD]
+                difference = widened(b_k) - centre[r][None, :]
+                x = tl.sum(difference * difference, 1) * scale[r] + bias[r]
+                x = with_prior(x, p_prior, spm, spn, r, o_n, num_keys)
+                if ASK:
+                    x = tl.where(alive, x, NEVER)
+                logits = logits + (x,)
+                best = tl.maximum(best, x)
+        m, m_safe, alpha = online_softmax(best, m)
+        l, acc = l * alpha, acc * alpha[:, None]
+        for i in tl.static_range(AHEAD):
+            p, largest = tl.zeros([BN], tl.float32), logits[i * M]
+            for r in tl.static_range(M):
+                if HARD:
+                    largest = tl.maximum(largest, logits[i * M + r])
+                else:
+                    p += tl.exp2(logits[i * M + r] - m_safe)
+            if HARD:
+                p = tl.exp2(largest - m_safe)
+            l += p
+            acc += p[:, None] * widened(values[i])
+    return m, l, acc
 
 
 @triton.jit(do_not_specialize=["num_keys", "splits"])
 def one_query_kernel(
     Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, OUT, LSE, variance, sqb, sqh, skb, skh, skm, skn, svb, svh, svn, sph, spm,
     spn, smb, H, num_keys, splits, split_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, HARD: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, HARD: tl.constexpr, POSITIONS: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the keys of one split. Each of the BN places of a tile keeps a sum of its own until the end."""
+    """One split. Its mask is read first: asking it before every tile would hold up the reading of that tile."""
     i_s, i_bh = tl.program_id(0) % splits, tl.program_id(0) // splits
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_d, o_v = tl.arange(0, BD), tl.arange(0, BV)
     p_k, p_v = K + i_b * skb + i_h.to(tl.int64) * skh, V + i_b * svb + i_h.to(tl.int64) * svh
-    p_prior = PRIOR
-    if PRIOR is not None:
+    p_prior = None
+    if POSITIONS:
         p_prior = PRIOR + i_h.to(tl.int64) * sph
-    p_mask = MASK
-    if MASK is not None:
-        p_mask = MASK + i_b * smb
     b_q = tl.load(Q + i_b * sqb + i_h.to(tl.int64) * sqh + o_d, mask=o_d < D, other=0.0).to(tl.float32)
 
-    centre, scale = (), ()  # q - b_r, from which a key's distance is that of q to k_jr
+    centre, scale, bias = (), (), ()  # q - b_r, from which a key's distance is that of q to k_jr
     for r in tl.static_range(M):
         b_g = b_q
         if SHIFT is not None:
             b_g = b_q - tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
         centre = centre + (b_g,)
         scale = scale + (-0.5 * component_scale(variance, VARIANCE, i_h * M + r),)
+        if PRIOR is not None and not POSITIONS:
+            bias = bias + (tl.load(PRIOR + i_h.to(tl.int64) * sph + r * spm).to(tl.float32) * LOG2E,)
+        else:
+            bias = bias + (0.0,)
 
+    begin = i_s * split_keys
+    end = tl.minimum(begin + split_keys, num_keys)
+    full = begin + (end - begin) // (BN * AHEAD) * (BN * AHEAD)
+    p_mask = MASK
+    if MASK is not None:
+        p_mask = MASK + i_b * smb
+        if not none_hidden(p_mask, begin, end, 4096):
+            full = begin
     m, l = tl.full([BN], NEVER, tl.float32), tl.zeros([BN], tl.float32)
     acc = tl.zeros([BN, BV], tl.float32)
-    begin = i_s * split_keys
-    for start in tl.range(begin, tl.minimum(begin + split_keys, num_keys), BN, num_stages=STAGES):
-        o_n = start + tl.arange(0, BN)
-        alive = alive_places(p_mask, o_n, num_keys)
-        b_k = load_alive(p_k, start, alive, skn, BN, D, BD)  # [BN, BD]
-        b_v = load_alive(p_v, start, alive, svn, BN, DV, BV)  # [BN, BV]
-        logits, best = (), tl.full([BN], NEVER, tl.float32)
-        for r in tl.static_range(M):
-            if SHIFT is None and r > 0:
-                b_k = load_alive(p_k + tl.cast(skm, tl.int64) * r, start, alive, skn, BN, D, BD)  # [BN, BD]
-            difference = b_k.to(tl.float32) - centre[r][None, :]
-            x = tl.sum(difference * difference, 1) * scale[r]
-            x = tl.where(alive, with_prior(x, p_prior, spm, spn, r, o_n, num_keys), NEVER)
-            logits = logits + (x,)
-            best = tl.maximum(best, x)
-        m, m_safe, alpha = online_softmax(best, m)
-        if HARD:
-            p = tl.exp2(best - m_safe)
-        else:
-            p = tl.exp2(logits[0] - m_safe)
-            for r in tl.static_range(1, M):
-                p += tl.exp2(logits[r] - m_safe)
-        l = l * alpha + p
-        acc = acc * alpha[:, None] + p[:, None] * b_v.to(tl.float32)
+    m, l, acc = one_query_tiles(
+        m, l, acc, p_k, p_v, p_prior, None, centre, scale, bias, begin, full, num_keys, skm, skn, svn, spm, spn,
+        SHIFT is not None, D, DV, BD, BV, M, HARD, False, BN, AHEAD, STAGES,
+    )  # fmt: skip
+    m, l, acc = one_query_tiles(
+        m, l, acc, p_k, p_v, p_prior, p_mask, centre, scale, bias, full, end, num_keys, skm, skn, svn, spm, spn,
+        SHIFT is not None, D, DV, BD, BV, M, HARD, True, BN, 1, 1,
+    )  # fmt: skip
 
     m_all = tl.max(m, 0)
     weight = tl.exp2(m - finite(m_all))
@@ -251,9 +301,7 @@ def decode_attention(
         return out.zero_()
     components = key.shape[2] if shift is None else shift.shape[1]
     query, key, value = (dense(tensor) for tensor in (query, key, value))
-    # On an H200 two or three tiles under way in each program are best (hard: 0.26 ms instead of 0.39), but for shifted
-    # keys with a soft E-step and without a mask, where the compiler itself loads early (0.25 instead of 0.26).
-    stages = 2 if shift is None else ONE_QUERY.stages if hard or key_mask is not None else 1
+    ahead, stages = AHEAD["projected" if shift is None else "hard" if hard else "soft"]
     tile, least = (ONE_QUERY, 1) if num_queries == 1 else (FEW_QUERIES, 16)  # a product wants 16 of everything
     block_d, block_v = (max(least, triton.next_power_of_2(size)) for size in (width, value_width))
     # No more keys than half the threads: what there is one of per key then stays where the key's row is reduced.
@@ -277,7 +325,7 @@ def decode_attention(
     if num_queries == 1:
         launch(
             one_query_kernel, grid, *tensors, *query.stride()[:2], *strides, heads, num_keys, splits, split_keys,
-            *sizes, block_keys, stages, num_warps=tile.warps,
+            *sizes, prior is not None and prior.stride(2) != 0, block_keys, ahead, stages, num_warps=tile.warps,
         )  # fmt: skip
     else:
         tile_bytes = block_keys * (components * block_d + block_v) * key.element_size()
