@@ -21,9 +21,11 @@ from mgk.bench.cuda import SHAPES, Shape, graph_milliseconds
 
 Candidate = tuple[int, ...]  # queries, keys, warps, stages, and perhaps a cap on registers
 CANDIDATES: dict[tuple[str, str], dict[int, list[Candidate]]] = {  # by family, kernel and width
-    ("shifted", "short forward"): {16: [(64, 64, 4, 3, 168), (64, 64, 4, 3), (64, 64, 4, 2, 128), (128, 64, 4, 2)]},
+    ("shifted", "short forward"): {
+        16: [(64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 64, 4, 3, 144), (64, 32, 4, 3, 128), (64, 64, 4, 1, 168)],
+    },
     ("shifted", "short backward"): {
-        16: [(64, 64, 4, 2, 168), (64, 64, 4, 2), (32, 64, 4, 2, 168), (64, 64, 4, 1, 168), (32, 64, 4, 2, 128)],
+        16: [(32, 64, 4, 2, 168), (32, 64, 4, 1, 168), (32, 64, 4, 3, 168), (16, 64, 4, 2, 168), (32, 32, 4, 2, 168)],
     },
     ("shifted", "forward"): {
         32: [(128, 64, 4, 3), (128, 64, 4, 3, 168), (64, 128, 4, 2), (64, 64, 4, 3)],
