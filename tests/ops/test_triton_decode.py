@@ -122,6 +122,23 @@ def test_masked_places_of_the_cache_are_not_read(base: Case, variant: str) -> No
     assert torch.equal(run(dirty, case), run(inputs, case))
 
 
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_splits_all_there_some_there_and_none(variant: str, e_step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is read once per split; tiles of one that hides nothing are read two at a time, ragged ends apart."""
+    monkeypatch.setattr(decode, "NUMBERS", 512)
+    monkeypatch.setattr(decode, "MAX_SPLITS", 4)
+    case = replace(CACHE, variant=variant, e_step=e_step, Nk=301, masked=False, prior="head")
+    inputs = numbers(case)
+    mask = torch.zeros(2, 301, dtype=torch.bool)
+    mask[0, 90:201] = True
+    mask[1, :301] = True
+    for seen in (None, mask):
+        options = case.options() | ({} if seen is None else {"key_mask": seen})
+        target = attend({name: tensor.double() for name, tensor in inputs.items()}, "reference", **options)
+        assert error(run(inputs, case, seen), target) <= 1e-5
+
+
 @pytest.mark.parametrize("base", [CACHE, FEW], ids=["one", "few"])
 def test_a_query_without_keys_gets_zeros(base: Case) -> None:
     """All masked in one batch entry; more causal queries than keys; no keys at all."""
@@ -164,16 +181,15 @@ def test_the_number_of_splits_does_not_matter(base: Case, monkeypatch: pytest.Mo
     alone = run(inputs, base)
     monkeypatch.setattr(decode, "MAX_SPLITS", 256)
     monkeypatch.setattr(decode, "multiprocessors", lambda device: 16)
-    monkeypatch.setattr(decode, "ONE_QUERY", decode.ONE_QUERY._replace(numbers=512))
-    monkeypatch.setattr(decode, "FEW_QUERIES", decode.FEW_QUERIES._replace(numbers=512))
+    monkeypatch.setattr(decode, "NUMBERS", 512)
     monkeypatch.setattr(decode, "JOINED", 2)
-    assert decode.key_splits(4, base.Nk, 16, torch.device(DEVICE))[0] > 2 * decode.JOINED
+    assert decode.key_splits(4, base.Nk, 16, decode.PROGRAMS, torch.device(DEVICE))[0] > 2 * decode.JOINED
     torch.testing.assert_close(run(inputs, base), alone, rtol=0, atol=1e-5)
 
 
 @given(heads=st.integers(1, 300), keys=st.integers(1, 10**6), block=st.sampled_from([16, 32, 64]))
 def test_splits_cover_the_keys_and_none_is_empty(heads: int, keys: int, block: int) -> None:
-    splits, split_keys = decode.key_splits(heads, keys, block, torch.device(DEVICE))
+    splits, split_keys = decode.key_splits(heads, keys, block, decode.PROGRAMS, torch.device(DEVICE))
     assert split_keys % block == 0
     assert (splits - 1) * split_keys < keys <= splits * split_keys
 

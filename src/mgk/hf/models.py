@@ -192,8 +192,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         if isinstance(past_key_values, MGKCache) and not hooked:
             step = past_key_values.step(self.mgk, input_ids.shape[1])
             if step is not None:
-                mask = None if attention_mask is None else attention_mask.bool()
-                found: Any = step(input_ids, mask, positions_of(position_ids, input_ids))
+                found: Any = step(input_ids, attention_mask, positions_of(position_ids, input_ids))
                 return CausalLMOutputWithPast(logits=found, past_key_values=past_key_values)
         cache = None if past_key_values is None else stack_of(past_key_values)
         mask, positions = real_tokens(attention_mask), positions_of(position_ids, input_ids)

@@ -22,7 +22,7 @@ from mgk.models import LanguageModel
 from mgk.nn import KeyValueCache, StackCache
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Float, Int
 
 
 class RoomCache(KeyValueCache):
@@ -77,6 +77,7 @@ class StaticStep:
         self.positions = torch.zeros_like(self.tokens)
         self.place = torch.zeros(1, dtype=torch.long, device=device)
         self.mask = torch.zeros(self.batch_size, self.room, dtype=torch.bool, device=device)
+        self._filled = 0
         self._seen: list[Tensor] = []
         self._captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         for layer in layers:
@@ -89,12 +90,16 @@ class StaticStep:
         return now == (self.batch_size, self.room) and all(a is b for a, b in zip(layers, self.layers, strict=True))
 
     def __call__(
-        self, tokens: Int[Tensor, "b 1"], mask: Bool[Tensor, "b n"] | None, positions: Int[Tensor, "b 1"] | None
+        self, tokens: Int[Tensor, "b 1"], mask: Tensor | None, positions: Int[Tensor, "b 1"] | None
     ) -> Float[Tensor, "b 1 v"]:
-        """`mask` covers the tokens so far and this one; None is all real. `positions` None counts the real tokens."""
+        """`mask` (B,N) covers the tokens so far and this one, 0 for padding; None is all real. `positions` None counts
+        the real tokens.
+        """
         length = self.layers[0].length
-        self.mask.zero_()
-        self.mask[:, : length + 1] = True if mask is None else mask
+        if length < self._filled:  # tokens were taken back
+            self.mask.zero_()
+        self._filled = length + 1
+        self.mask[:, : self._filled] = True if mask is None else mask
         self.positions.copy_(self.mask.sum(1, keepdim=True) - 1 if positions is None else positions)
         self.tokens.copy_(tokens)
         self.place.fill_(length)
