@@ -293,3 +293,14 @@ def test_repr_says_what_it_is() -> None:
     text = repr(make("mgk-em"))
     for part in ("variant=mgk", "num_heads=3", "head_dim=4", "num_components=2", "e_step=soft", "prior=em"):
         assert part in text
+
+
+@pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk", "linear", "mlk", "smlk"])
+def test_compiled_for_one_length_it_takes_others(variant: str) -> None:
+    """From the second length on, torch.compile keeps it open: a number that is not known, and nothing made of it."""
+    torch.compiler.reset()
+    layer = MixtureAttention(16, 2, variant=variant, causal=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for length in (5, 7, 9, 1):
+        x = torch.randn(2, length, 16)
+        torch.testing.assert_close(compiled(x)[0], layer(x)[0])

@@ -48,7 +48,8 @@ def softmax_attention(
     if key_mask is not None and query_mask is key_mask and can_be_packed(query, value):
         return packed_attention(query, key, value, key_mask, is_causal=is_causal, dropout_p=dropout_p)
     num_queries, num_keys = query.shape[2], key.shape[2]
-    is_causal = is_causal and num_queries > 1  # a single query is the last one, which sees every key
+    if num_queries == 1:  # the last one, which sees every key
+        is_causal = False
     square = not is_causal or (key_mask is None and num_queries == num_keys)
     if square and (dropout_p == 0 or query.is_cuda):
         mask = None if key_mask is None else key_mask[:, None, None]

@@ -333,7 +333,7 @@ def short_backward(
     settings = common(query, key, value, components)
     del settings["PRECISION"]
     width, sizes = settings["BD"], rows[:, 0].shape
-    rest = components * (width + settings["BV"]) + COLUMNS
+    rest = COLUMNS + (0 if hard else components - 1) * (width + settings["BV"])
     part = empty(batch, heads, components, width + 1)
     grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
     if batch * heads:

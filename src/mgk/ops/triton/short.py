@@ -104,7 +104,7 @@ def prepare(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
     BM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """delta; zeros where dq is added up; and what the loop needs of a query side by side: q, do, the columns of sums
+    """delta; zeros where dq is added up; and what else the loop needs of a query side by side: the columns of sums
     (the rho), those of LSE and delta, rho_r q and rho_r do.
     """
     o_d, o_v, o_column = tl.arange(0, BD), tl.arange(0, BV), tl.arange(0, COLUMNS)
@@ -117,8 +117,6 @@ def prepare(
         tl.store(p_delta + o_m, delta)
         tl.store(p_dq + o_m[:, None] * BD + o_d[None, :], tl.zeros([BM, BD], tl.float32))
         p_row = p_rest + o_m[:, None] * WIDTH
-        tl.store(p_row + o_d[None, :], b_q)
-        tl.store(p_row + BD + o_v[None, :], b_do)
         columns = tl.where(o_column[None, :] == 0, tl.full([BM, COLUMNS], 1.0, tl.float32), 0.0)
         columns = three_columns(columns, tl.maximum(-load_vector(p_rows, start, BM) / scale, NOTHING), SUMS)
         columns = three_columns(columns, -delta, SUMS + 3)
@@ -126,25 +124,26 @@ def prepare(
             for r in tl.static_range(1, M):
                 rho = load_vector(p_rows + (1 + r) * padded_queries, start, BM)[:, None]
                 columns = tl.where(o_column[None, :] == r, rho, columns)
-                p_r = p_row + (BD + BV) * r + COLUMNS
+                p_r = p_row + COLUMNS + (r - 1) * (BD + BV)
                 tl.store(p_r + o_d[None, :], (b_q.to(tl.float32) * rho).to(tl.bfloat16))
                 tl.store(p_r + BD + o_v[None, :], (b_do.to(tl.float32) * rho).to(tl.bfloat16))
-        tl.store(p_row + BD + BV + o_column[None, :], columns.to(tl.bfloat16))
+        tl.store(p_row + o_column[None, :], columns.to(tl.bfloat16))
 
 
 @triton.jit
 def backward_step(
-    start, b_k, b_v, b_kr, log_w, seen, sums, p_rows, p_delta, p_rest, p_dq, p_seed, i_bh, i_n, offset, scale,
-    threshold, inverse_keep, padded_queries, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    BEST: tl.constexpr, HIDDEN: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, WIDTH: tl.constexpr,
+    start, b_k, b_v, b_kr, log_w, seen, sums, p_q, p_do, p_rows, p_delta, p_rest, p_dq, p_seed, i_bh, i_n, offset,
+    scale, threshold, inverse_keep, stride_q, stride_g, num_queries, padded_queries, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, BEST: tl.constexpr, EVEN: tl.constexpr,
+    HIDDEN: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One query tile: its share of `sums` (of g q and e do, each per component, and of g), and what it gets of dq."""
     g_q, e_do, g_sum = sums
     p_tile = p_rest + start * WIDTH
-    b_q = load_tile(p_tile, 0, BM, WIDTH, BM, BD, BD, False)  # [BM, BD]
-    b_do = load_tile(p_tile + BD, 0, BM, WIDTH, BM, BV, BV, False)  # [BM, BV]
-    b_c = load_tile(p_tile + BD + BV, 0, BM, WIDTH, BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
+    b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, not EVEN)  # [BM, BD]
+    b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, not EVEN)  # [BM, BV]
+    b_c = load_tile(p_tile, 0, BM, WIDTH, BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
     s, slope = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
     if ROAD != SAFE:
         s = tl.dot(three_ones(SUMS, BN), tl.trans(b_c))
@@ -167,12 +166,12 @@ def backward_step(
         new_q, new_do = (tl.dot(g, b_q, g_q[0]),), (tl.dot(e, b_do, e_do[0]),)
         dq = tl.dot(tl.trans(g), b_kr[0])
         for r in tl.static_range(1, M):
-            p_r = p_tile + (BD + BV) * r + COLUMNS
+            p_r = p_tile + COLUMNS + (r - 1) * (BD + BV)
             new_q = new_q + (tl.dot(g, load_tile(p_r, 0, BM, WIDTH, BM, BD, BD, False), g_q[r]),)
             new_do = new_do + (tl.dot(e, load_tile(p_r + BD, 0, BM, WIDTH, BM, BV, BV, False), e_do[r]),)
             rho = load_vector(p_rows + (1 + r) * padded_queries, start, BM)
             dq += tl.dot(tl.trans(g), b_kr[r]) * rho[:, None]
-        b_c = load_tile(p_tile + BD + BV, 0, BM, WIDTH, BM, SUMS, SUMS, False)  # [BM, SUMS]
+        b_c = load_tile(p_tile, 0, BM, WIDTH, BM, SUMS, SUMS, False)  # [BM, SUMS]
         new_sum = (tl.dot(g, b_c, g_sum[0]),)
     elif BEST:  # the first component has what the others leave
         best, won = best_bid(s, load_vectors(p_rows + padded_queries, start, padded_queries, BM, M), log_w, True, M)
@@ -221,9 +220,10 @@ def backward_head(
     p_rows = ROWS + i_g * (1 + 2 * M) * padded_queries
     p_delta, p_dq = DELTA + i_g * padded_queries, DQ_SUM + i_g * padded_queries * BD
     p_rest = REST + i_g * padded_queries * WIDTH
+    p_q, p_do = Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh
     prepare(
-        Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh, OUT + i_b * sob + i_h * soh, p_rows, p_delta, p_rest,
-        p_dq, scale, num_queries, padded_queries, sqn, sgn, son, D, DV, BD, BV, M, ROAD, BM, WIDTH,
+        p_q, p_do, OUT + i_b * sob + i_h * soh, p_rows, p_delta, p_rest, p_dq, scale, num_queries, padded_queries, sqn,
+        sgn, son, D, DV, BD, BV, M, ROAD, BM, WIDTH,
     )  # fmt: skip
     tl.debug_barrier()
 
@@ -256,15 +256,16 @@ def backward_head(
             visible = tl.minimum(tl.cdiv(tl.maximum(i_n * BN + BN - 1 - offset, 0), BM) * BM, end)
         for start in range(visible, end, BM):
             sums = backward_step(
-                start, b_k, b_v, b_kr, w, seen, sums, p_rows, p_delta, p_rest, p_dq, SEED, i_bh, i_n, offset, scale,
-                threshold, inverse_keep, padded_queries, BD, BV, M, ROAD, BEST, HIDDEN, False, DROPOUT, BM, BN, WIDTH,
+                start, b_k, b_v, b_kr, w, seen, sums, p_q, p_do, p_rows, p_delta, p_rest, p_dq, SEED, i_bh, i_n, offset,
+                scale, threshold, inverse_keep, sqn, sgn, num_queries, padded_queries, D, DV, BD, BV, M, ROAD, BEST,
+                EVEN, HIDDEN, False, DROPOUT, BM, BN, WIDTH,
             )  # fmt: skip
         if CAUSAL:
             for start in tl.range(begin, visible, BM, num_stages=1):
                 sums = backward_step(
-                    start, b_k, b_v, b_kr, w, seen, sums, p_rows, p_delta, p_rest, p_dq, SEED, i_bh, i_n, offset, scale,
-                    threshold, inverse_keep, padded_queries, BD, BV, M, ROAD, BEST, HIDDEN, True, DROPOUT, BM, BN,
-                    WIDTH,
+                    start, b_k, b_v, b_kr, w, seen, sums, p_q, p_do, p_rows, p_delta, p_rest, p_dq, SEED, i_bh, i_n,
+                    offset, scale, threshold, inverse_keep, sqn, sgn, num_queries, padded_queries, D, DV, BD, BV, M,
+                    ROAD, BEST, EVEN, HIDDEN, True, DROPOUT, BM, BN, WIDTH,
                 )  # fmt: skip
 
         g_q, e_do, g_sum = sums
