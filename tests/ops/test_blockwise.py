@@ -161,13 +161,13 @@ def test_operators_pass_the_checks_of_torch(variant: str, row_bias: bool, hard: 
         if variant == "smgk"
         else (blockwise.mixture_forward, blockwise.mixture_backward)
     )
-    torch.library.opcheck(forward, arguments)
+    torch.library.opcheck(forward.op, arguments)
     *tensors, _most, scale, hard, causal, dropout_p, seed = arguments
     results = forward(*arguments)
     saved = [tensor if tensor is None else tensor.detach() for tensor in (*tensors, *results)]
     grad = torch.ones_like(results[0]).detach()
     torch.library.opcheck(
-        backward,
+        backward.op,
         (grad, *saved, scale, hard, causal, dropout_p, seed),
         test_utils=("test_schema", "test_faketensor"),  # it is not differentiated again
     )

@@ -340,11 +340,11 @@ def test_operators_pass_opcheck() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     masks = (None, None, None)
     torch.library.opcheck(
-        kernels.shifted_forward, (query, key[:, :, 0].detach(), shift, value, prior, *masks, 4.0, False, True, 0.0),
+        kernels.shifted_forward.op, (query, key[:, :, 0].detach(), shift, value, prior, *masks, 4.0, False, True, 0.0),
         test_utils=tests,
     )  # fmt: skip
     torch.library.opcheck(
-        kernels.mixture_forward, (query, key, value, prior, None, *masks, 4.0, False, True, 0.0), test_utils=tests
+        kernels.mixture_forward.op, (query, key, value, prior, None, *masks, 4.0, False, True, 0.0), test_utils=tests
     )
 
 

@@ -21,6 +21,7 @@ from mgk.ops.blockwise_attend import Dropout, WeightGradient, attend, attend_bac
 from mgk.ops.blockwise_kernels import LOWEST, LOWEST_BACKWARD, Mixture, Scratch, make_blocks
 from mgk.ops.blockwise_shifted import ShiftedHard, ShiftedSoft, as_mixture
 from mgk.ops.common import Variance, compute_dtype, shifted_keys
+from mgk.ops.operator import operator
 
 
 def mgk_attention(
@@ -120,7 +121,7 @@ def require_cpu(query: Tensor) -> None:
         raise ValueError(f"impl: expected tensors on the CPU for 'blockwise', got {query.device}")
 
 
-@torch.library.custom_op("mgk::blockwise_mixture", mutates_args=(), device_types="cpu")
+@operator("blockwise_mixture", "cpu")
 def mixture_forward(
     query: Tensor, key: Tensor, row_bias: Tensor | None, key_bias: Tensor, value: Tensor, most: Tensor, scale: float,
     hard: bool, causal: bool, dropout_p: float, seed: Tensor,
@@ -131,7 +132,7 @@ def mixture_forward(
     return attend([road], query, value, most, alive, causal, key.shape[1], dropout, scratch)[:3]
 
 
-@torch.library.custom_op("mgk::blockwise_mixture_backward", mutates_args=(), device_types="cpu")
+@operator("blockwise_mixture_backward", "cpu")
 def mixture_backward(
     grad: Tensor, query: Tensor, key: Tensor, row_bias: Tensor | None, key_bias: Tensor, value: Tensor, output: Tensor,
     shift: Tensor, total: Tensor, scale: float, hard: bool, causal: bool, dropout_p: float, seed: Tensor,
@@ -146,7 +147,7 @@ def mixture_backward(
     return *kernel.gradients(), weight_grad.grad_value
 
 
-@torch.library.custom_op("mgk::blockwise_shifted", mutates_args=(), device_types="cpu")
+@operator("blockwise_shifted", "cpu")
 def shifted_forward(
     query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, value: Tensor, most: Tensor, scale: float,
     hard: bool, causal: bool, dropout_p: float, seed: Tensor,
@@ -158,7 +159,7 @@ def shifted_forward(
     return attend(roads, query, value, most, alive, causal, 1, Dropout(dropout_p, int(seed)), scratch)
 
 
-@torch.library.custom_op("mgk::blockwise_shifted_backward", mutates_args=(), device_types="cpu")
+@operator("blockwise_shifted_backward", "cpu")
 def shifted_backward(
     grad: Tensor, query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, value: Tensor, output: Tensor,
     shift: Tensor, total: Tensor, road_taken: Tensor, scale: float, hard: bool, causal: bool, dropout_p: float,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mgk.ops.operator import operator
 from mgk.ops.triton import mixture, primitives, shifted, short
 from mgk.ops.triton.bias import key_bias, shifted_bias, side_by_side, spans
 from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
@@ -84,7 +85,7 @@ def decode_few(
     return decode_forward(query, key, shift, value, log_prior, own, key_mask, number, e_step == "hard", is_causal)
 
 
-@torch.library.custom_op("mgk::triton_decode", mutates_args=())
+@operator("triton_decode")
 def decode_forward(
     query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, own: Tensor | None,
     key_mask: Tensor | None, variance: float, hard: bool, causal: bool,
@@ -211,7 +212,7 @@ def strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:-1]]
 
 
-@torch.library.custom_op("mgk::triton_shifted", mutates_args=())
+@operator("triton_shifted")
 def shifted_forward(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
     query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool, dropout_p: float,
@@ -262,7 +263,7 @@ def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) ->
     )  # fmt: skip
 
 
-@torch.library.custom_op("mgk::triton_shifted_backward", mutates_args=())
+@operator("triton_shifted_backward")
 def shifted_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
@@ -348,7 +349,7 @@ def short_backward(
     return grads[0], grads[1], grads[2], part.sum(0), grad_bias
 
 
-@torch.library.custom_op("mgk::triton_mixture", mutates_args=())
+@operator("triton_mixture")
 def mixture_forward(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool,
@@ -394,7 +395,7 @@ def mixture_results(
     )  # fmt: skip
 
 
-@torch.library.custom_op("mgk::triton_mixture_backward", mutates_args=())
+@operator("triton_mixture_backward")
 def mixture_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,

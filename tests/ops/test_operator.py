@@ -1,0 +1,83 @@
+"""An operator is called as one only where something looks; what comes out is the same."""
+
+# mypy: disallow-untyped-calls=False
+# torch.utils._python_dispatch is typed in part.
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mgk.ops.operator import operator
+
+calls: list[int] = []
+
+
+@operator("test_scaled")
+def scaled(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    calls.append(1)
+    return x * factor, x.abs()
+
+
+@scaled.register_fake
+def _(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def keep(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.factor = inputs[1]
+    ctx.mark_non_differentiable(output[1])
+
+
+def gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+    return grad * ctx.factor, None
+
+
+scaled.register_autograd(gradient, keep)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [torch.randn, lambda n: nn.Parameter(torch.randn(n))], ids=["tensor", "parameter"])
+def test_both_ways_give_the_same(make: Any) -> None:
+    x = make(5).requires_grad_()
+    (a, b), (c, d) = scaled(x, 3.0), scaled.op(x, 3.0)
+    assert torch.equal(a, c)
+    assert torch.equal(b, d)
+    assert b.requires_grad is d.requires_grad is False
+    assert torch.equal(torch.autograd.grad(a.sum(), x)[0], torch.autograd.grad(c.sum(), x)[0])
+
+
+def test_who_looks_sees_an_operator() -> None:
+    x = torch.randn(5)
+    with Seen() as mode:
+        scaled(x, 2.0)
+    assert "mgk.test_scaled.default" in mode.names
+    calls.clear()
+    with FakeTensorMode() as fake:
+        assert scaled(fake.from_tensor(x), 2.0)[0].shape == (5,)
+    assert scaled(x.to("meta"), 2.0)[0].is_meta
+    assert not calls  # what they were given holds no numbers
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(scaled, fullgraph=True, backend="eager")(x, 2.0)[0], 2 * x)
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    x = torch.randn(5, requires_grad=True)
+    (first,) = torch.autograd.grad(scaled(x, 2.0)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
