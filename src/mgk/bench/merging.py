@@ -35,8 +35,8 @@ from mgk.train.config import Config
 from mgk.train.run import environment
 
 SHARE = 10  # steps of the original for one of fine-tuning
-RATES = (3e-4, 1e-3)
-CALIBRATION = {"enwik8": (32, 256), "imdb": (8, 1024)}  # windows and their length
+RATES = (3e-4, 1e-3, 3e-3)
+CALIBRATION = {"enwik8": (128, 256), "imdb": (8, 1024)}  # windows and their length
 VALID = 60  # batches
 
 
