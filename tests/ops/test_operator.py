@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mgk
 from mgk.ops.operator import operator
 
 calls: list[int] = []
@@ -74,6 +75,35 @@ def test_who_looks_sees_an_operator() -> None:
     assert not calls  # what they were given holds no numbers
     torch.compiler.reset()
     assert torch.equal(torch.compile(scaled, fullgraph=True, backend="eager")(x, 2.0)[0], 2 * x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forward mode of PyTorch loads torch.jit
+def test_transforms_of_torch_func() -> None:
+    """Gradients are right, and forward mode, which there is not, is an error."""
+    x = torch.randn(5)
+    assert torch.equal(torch.func.grad(lambda x: scaled(x, 2.0)[0].square().sum())(x), 8 * x)
+    assert torch.equal(torch.func.jacrev(lambda x: scaled(x, 2.0)[0].sum())(x), torch.full((5,), 2.0))
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: scaled(x, 2.0)[0], (x,), (x,))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap() -> None:
+    x = torch.randn(3, 5)
+    assert torch.equal(torch.func.vmap(lambda x: scaled(x, 2.0)[0])(x), 2 * x)
+
+
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_functional_gradients_of_attention(variant: str) -> None:
+    query, key, value, shift = (torch.randn(*size).double() for size in ((1, 2, 6, 4),) * 3 + ((2, 2, 4),))
+    keys = (key, shift) if variant == "smgk" else (key[:, :, None].expand(-1, -1, 2, -1, -1) + shift[:, :, None],)
+    attention: Any = mgk.smgk_attention if variant == "smgk" else mgk.mgk_attention
+
+    def loss(query: Tensor, impl: str) -> Tensor:
+        return attention(query, *keys, value, is_causal=True, impl=impl).square().sum()  # type: ignore[no-any-return]
+
+    got, expected = (torch.func.grad(loss)(query, impl) for impl in ("blockwise", "reference"))
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_second_derivative_is_an_error() -> None:

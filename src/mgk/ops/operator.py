@@ -2,7 +2,7 @@
 
 `torch.library.custom_op` lets torch.compile, torch.export, FlopCounterMode and the like see a kernel as one node, and
 costs the host more than the launch of the kernel does. Where nothing looks, the function is called as it is, in an
-`autograd.Function` if something is to be differentiated.
+`autograd.Function` if it can be differentiated; so too within `torch.func.grad`, which custom operators do not take.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd.function import once_differentiable
 
 PLAIN = (Tensor, nn.Parameter)
+DERIVATIVES = (TransformType.Grad, TransformType.Jvp)  # forward mode is an error; an operator would say zero
 num_modes = torch._C._len_torch_dispatch_stack
-innermost_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 class Operator:
@@ -24,26 +25,20 @@ class Operator:
 
     def __init__(self, function: Callable[..., Any], name: str, device_types: str | None) -> None:
         self.function, self.direct = function, function
+        self.transformed = transformable(function, no_gradient, no_context)
         self.op = torch.library.custom_op(f"mgk::{name}", function, mutates_args=(), device_types=device_types)
         self.register_fake = self.op.register_fake
 
     def register_autograd(self, gradient: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+        self.direct = differentiable(self.function, gradient, setup_context)
+        self.transformed = transformable(self.function, gradient, setup_context)
         self.op.register_autograd(gradient, setup_context=setup_context)
-        function = self.function
-
-        class Direct(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *inputs: Any) -> Any:
-                output = function(*inputs)
-                setup_context(ctx, inputs, output)
-                return output
-
-            backward = staticmethod(once_differentiable(gradient))  # type: ignore[assignment]
-
-        self.direct = Direct.apply
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.op(*inputs) if is_watched(inputs) else self.direct(*inputs)
+        transform = peek_interpreter_stack()
+        if is_watched(inputs) or (transform is not None and transform.key() not in DERIVATIVES):
+            return self.op(*inputs)
+        return self.direct(*inputs) if transform is None else self.transformed(*inputs)
 
 
 def operator(name: str, device_types: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
@@ -52,10 +47,40 @@ def operator(name: str, device_types: str | None = None) -> Callable[[Callable[.
 
 
 def is_watched(inputs: tuple[Any, ...]) -> bool:
-    """Whether something may want to see an operator: a compiler, a mode, a transform, another kind of tensor."""
+    """Whether something may want to see an operator: a compiler, a mode, another kind of tensor."""
     return (
         torch.compiler.is_compiling()
         or num_modes() > 0
-        or innermost_transform() is not None
         or any(isinstance(each, Tensor) and (type(each) not in PLAIN or each.is_meta) for each in inputs)
     )
+
+
+def differentiable(function: Callable[..., Any], gradient: Callable[..., Any], keep: Callable[..., None]) -> Any:
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = function(*inputs)
+            keep(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(once_differentiable(gradient))  # type: ignore[assignment]
+
+    return Direct.apply
+
+
+def transformable(function: Callable[..., Any], gradient: Callable[..., Any], keep: Callable[..., None]) -> Any:
+    """The same in the form that transforms take, at five times the price."""
+
+    class Transformed(torch.autograd.Function):
+        forward = staticmethod(function)  # type: ignore[assignment]
+        setup_context = staticmethod(keep)  # type: ignore[assignment]
+        backward = staticmethod(once_differentiable(gradient))  # type: ignore[assignment]
+
+    return Transformed.apply
+
+
+def no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
+
+
+def no_gradient(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("a gradient of mgk's kernels cannot be differentiated again: take impl='reference'")
