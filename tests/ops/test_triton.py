@@ -249,6 +249,19 @@ def test_misfits_are_found_while_other_programs_of_the_head_begin(variant: str, 
     assert all(torch.equal(other, first) for other in others)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(128, 0), (0, 128), (40, 0), (0, 40)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_keys_or_no_queries(variant: str, lengths: tuple[int, int], dtype: torch.dtype) -> None:
+    """Whole tiles, but none of them."""
+    case = replace(CASE, variant=variant, Nq=lengths[0], Nk=lengths[1], masked=False, prior="head")
+    leaves = {name: tensor.detach().to(DEVICE).requires_grad_() for name, tensor in case.inputs(dtype).items()}
+    output = attend(leaves, "triton")
+    assert (output == 0).all()
+    grads = torch.autograd.grad(output.sum(), list(leaves.values()), allow_unused=True)
+    assert all(grad is None or (grad == 0).all() for grad in grads)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_left_padding_is_no_misfit(variant: str) -> None:
     """Causal queries before the first real key see none: zeros, and no reason to compute the head again."""

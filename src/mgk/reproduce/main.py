@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from mgk.reproduce import grid, records
 from mgk.reproduce.report import FIGURES, read_timings, report
 from mgk.reproduce.runner import RESULTS, RUNS, Tally, sit
+from mgk.train.files import write_text
 
 What = Literal["table1", "table2", "table3", "table4", "ablations", "all", "figures"]
 REPORT = Path("docs") / "results.md"
@@ -66,7 +67,7 @@ def write(results: Path, out: Path) -> None:
     """The report, and its figures where matplotlib is."""
     found = records.read_all(results)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text(found, results), encoding="utf-8")
+    write_text(out, text(found, results))
     print(f"written to {out}")
     try:
         from mgk.reproduce.figures import draw

@@ -140,10 +140,10 @@ def padded(length: int) -> int:
 
 
 def common(query: Tensor, key: Tensor, value: Tensor, components: int) -> dict[str, Any]:
-    width, value_width = query.shape[-1], value.shape[-1]
+    width, value_width, lengths = query.shape[-1], value.shape[-1], (query.shape[2], key.shape[-2])
     return {
         "D": width, "DV": value_width, "BD": block_width(width), "BV": block_width(value_width), "M": components,
-        "EVEN": query.shape[2] % PAD == 0 and key.shape[-2] % PAD == 0, "PRECISION": dot_precision(),
+        "EVEN": min(lengths) > 0 and not any(length % PAD for length in lengths), "PRECISION": dot_precision(),
     }  # fmt: skip
 
 
@@ -493,13 +493,13 @@ def prior_grad(total: Tensor, positions: Tensor, log_prior: Tensor | None, hard:
 
 
 def no_gradient(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Values without entries: nothing depends on anything."""
+    """An output without entries: it depends on nothing."""
     return [None if tensor is None else torch.zeros_like(tensor) for tensor in tensors]
 
 
 def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, shift, value, log_prior, *rest = ctx.saved_tensors
-    if not value.shape[-1]:
+    if not grad.numel():
         return *no_gradient(query, key, shift, value, log_prior), *[None] * 7
     grads = shifted_backward(dense(grad), query, key, shift, value, log_prior, *rest, *ctx.options)
     grad_query, grad_key, grad_value, total, positions = grads
@@ -510,7 +510,7 @@ def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ..
 
 def mixture_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, log_prior, own, *rest = ctx.saved_tensors
-    if not value.shape[-1]:
+    if not grad.numel():
         return *no_gradient(query, key, value, log_prior, own), *[None] * 7
     *grads, total, positions = mixture_backward(dense(grad), query, key, value, log_prior, own, *rest, *ctx.options)
     grad_variance = None if own is None else total[..., 1].to(own.dtype)
