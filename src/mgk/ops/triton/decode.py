@@ -18,15 +18,13 @@ from torch import Tensor
 
 from mgk.ops.triton.host import dense, dot_precision
 from mgk.ops.triton.launch import launch
-from mgk.ops.triton.primitives import LOG2E, NEVER, finite, online_softmax, widened
+from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile, online_softmax, widened
 
 MAX_QUERIES = 16
 PROGRAMS, MASKED_PROGRAMS = 8, 32  # per multiprocessor: several tiles are under way while one is computed
 SPLIT_TILES = 4  # a split has at least so many key tiles, or joining costs more than it brings
 MAX_SPLITS = 256
 JOINED = 16  # splits joined at a time
-
-
 NUMBERS, WARPS, STAGES = 4096, 4, 3  # numbers of a tile of keys or of values
 
 
@@ -59,13 +57,11 @@ def alive_places(p_mask, o_places, num_places):
 @triton.jit
 def load_alive(p_base, start, alive, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows `start` and on of a matrix, those that take part (None: all); zero elsewhere.  # [ROWS, BLOCK]"""
-    o_row, o_column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    p_tile = p_base + tl.cast(start, tl.int64) * stride + (o_row[:, None] * stride + o_column[None, :])
-    if alive is None and WIDTH == BLOCK:
-        tile = tl.load(p_tile)
-    elif alive is None:
-        tile = tl.load(p_tile, mask=(o_column < WIDTH)[None, :], other=0.0)
+    if alive is None:
+        tile = load_tile(p_base, start, 0, stride, ROWS, WIDTH, BLOCK, False)
     else:
+        o_row, o_column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+        p_tile = p_base + tl.cast(start, tl.int64) * stride + (o_row[:, None] * stride + o_column[None, :])
         tile = tl.load(p_tile, mask=alive[:, None] & (o_column < WIDTH)[None, :], other=0.0)
     return tile
 
@@ -318,10 +314,10 @@ def decode_attention(
     if num_queries == 1:
         # On an H200 with a cache of 32,768 keys: 0.242 ms, masked 0.248; one tile at a time, one stage: 0.26 and 0.28.
         most = 96 * 1024 // tile_bytes
-        ahead, stages = (1, min(STAGES, most)) if key_mask is not None or most < 4 else (2, 2)
+        ahead, stages = (1, max(1, min(STAGES, most))) if key_mask is not None or most < 4 else (2, 2)
         launch(
             one_query_kernel, grid, *tensors, *query.stride()[:2], *strides, heads, num_keys, splits, split_keys,
-            *sizes, prior is not None and prior.stride(2) != 0, block_keys, ahead, max(1, stages), num_warps=WARPS,
+            *sizes, prior is not None and prior.stride(2) != 0, block_keys, ahead, stages, num_warps=WARPS,
         )  # fmt: skip
     else:
         warps = WARPS if block_d * key.element_size() < 1024 else 8
