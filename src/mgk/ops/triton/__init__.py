@@ -263,6 +263,15 @@ def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) ->
     )  # fmt: skip
 
 
+def new_gradients(
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, components: int, hard: bool
+) -> list[Tensor]:
+    """Room for those of query, key and value, and of a prior per position (B,H,M,Nk), (0,) where there is none."""
+    positions = log_prior is not None and log_prior.dim() == 3 and not hard
+    shape = (*query.shape[:2], components, key.shape[-2]) if positions else (0,)
+    return [*map(torch.empty_like, (query, key, value)), query.new_empty(shape, dtype=torch.float32)]
+
+
 @operator("triton_shifted_backward")
 def shifted_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
@@ -281,12 +290,11 @@ def shifted_backward(
     on_queries = tile("shifted", "query", query, value, components)
     on_keys = tile("shifted", "key", query, value, components)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
-    parts, positions = query_blocks + key_blocks, log_prior is not None and log_prior.dim() == 3 and not hard
-    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    parts = query_blocks + key_blocks
+    *grads, grad_bias = new_gradients(query, key, value, log_prior, components, hard)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(rows.shape[0], rows.shape[-1], max(1 << components.bit_length(), lanes(on_keys)))
     part = empty(batch, heads, parts, components, block_width(width) + 1)
-    grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
     masks = spans(query_mask, key_mask, num_queries, num_keys)
     settings = {
         **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
@@ -311,7 +319,7 @@ def shifted_backward(
             shifted.key_kernel, programs(batch * heads * key_blocks, how), query, key, shift, value, keys, rows,
             row_columns, far, masks, seed, grad, known, grads[1], grads[2], grad_bias, part, *numbers,
             *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks, parts, **settings, **how,
-            POSITIONS=positions, **options(on_keys),
+            POSITIONS=grad_bias.dim() > 1, **options(on_keys),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
 
@@ -328,15 +336,13 @@ def short_backward(
     variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
-    positions = log_prior is not None and log_prior.dim() == 3 and not hard
-    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    *grads, grad_bias = new_gradients(query, key, value, log_prior, components, hard)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     settings = common(query, key, value, components)
     del settings["PRECISION"]
     width, sizes = settings["BD"], rows[:, 0].shape
     rest = COLUMNS + (0 if hard else components - 1) * (width + settings["BV"])
     part = empty(batch, heads, components, width + 1)
-    grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
     if batch * heads:
         launch(
             short.backward_kernel, (batch * heads,), query, key, shift, value, keys, output, rows, far, seed, grad,
@@ -344,7 +350,8 @@ def short_backward(
             LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance,
             *strides(query, key, value, output, grad, *grads), heads, num_queries, num_keys, rows.shape[-1],
             keys.shape[-1], **settings, BEST=hard, CAUSAL=causal, KEY_MASK=key_mask is not None, DROPOUT=dropout_p > 0,
-            POSITIONS=positions, WIDTH=rest, **options(tile("shifted", "short backward", query, value, components)),
+            POSITIONS=grad_bias.dim() > 1, WIDTH=rest,
+            **options(tile("shifted", "short backward", query, value, components)),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum(0), grad_bias
 
@@ -408,13 +415,12 @@ def mixture_backward(
     on_queries = tile("mixture", "query", query, value, components)
     on_keys = tile("mixture", "key", query, value, components)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
-    varied, positions = per_component is not None, log_prior is not None and log_prior.dim() == 3 and not hard
+    varied = per_component is not None
     query_parts = query_blocks if varied else 0  # only then do queries contribute
-    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    *grads, grad_bias = new_gradients(query, key, value, log_prior, components, hard)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(*rows.shape, max(2, lanes(on_keys)))
     part = empty(batch, heads, query_parts + key_blocks, components, 2)
-    grad_bias = empty(batch, heads, components, num_keys) if positions else empty(0)
     masks = spans(query_mask, key_mask, num_queries, num_keys)
     settings = {
         **common(query, key, value, components), "HARD": hard, "VARIANCES": varied, "CAUSAL": causal,
@@ -438,7 +444,7 @@ def mixture_backward(
             mixture.key_kernel, programs(batch * heads * key_blocks, how), query, key, value, keys, narrow_keys,
             per_component, far, masks, seed, grad, known, grads[1], grads[2], grad_bias, part, *numbers,
             *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_parts, part.shape[2], **settings,
-            **how, POSITIONS=positions, **options(on_keys),
+            **how, POSITIONS=grad_bias.dim() > 1, **options(on_keys),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
 
@@ -456,11 +462,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, log_prior: Any, own: Tensor | N
 def fake_grads(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, components: int, width: int, hard: bool
 ) -> tuple[Tensor, ...]:
-    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-    positions = log_prior is not None and log_prior.dim() == 3 and not hard
-    shape = (*query.shape[:2], components, key.shape[-2]) if positions else (0,)
-    empty = partial(query.new_empty, dtype=torch.float32)
-    return *grads, empty(query.shape[1], components, width), empty(shape)
+    *grads, grad_bias = new_gradients(query, key, value, log_prior, components, hard)
+    return *grads, query.new_empty(query.shape[1], components, width, dtype=torch.float32), grad_bias
 
 
 @shifted_backward.register_fake

@@ -365,11 +365,11 @@ def query_block(
 def query_kernel(
     Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, SEED, DO, KNOWN, DQ, PART, inverse_variance,
     threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh,
-    sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr, DV:
-    tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, HEADS: tl.constexpr, NARROW:
-    tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK:
-    tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN:
-    tl.constexpr,
+    sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, HEADS: tl.constexpr,
+    NARROW: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
+    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -401,10 +401,10 @@ def query_kernel(
 @triton.jit
 def key_step(
     start, keys, b_v, b_dk, b_dv, dw, log_w, w, inverse, p_q, p_do, p_known, p_seed, i_bh, i_n, offset, threshold,
-    inverse_keep, num_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV:
-    tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL:
-    tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM:
-    tl.constexpr, BN: tl.constexpr,
+    inverse_keep, num_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dk, dv and the key biases, keys down and queries across."""
     o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
@@ -465,11 +465,11 @@ def key_step(
 def key_block(
     i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, inverse_variance,
     threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb,
-    seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr, DV:
-    tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr,
+    seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr,
     VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN:
-    tl.constexpr,
+    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dlog_prior and dvariance."""
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
