@@ -326,6 +326,7 @@ def module_times(shape: Shape, variant: str) -> dict[str, float]:
     from mgk.nn import MixtureAttention
 
     torch.cuda.empty_cache()
+    torch._dynamo.reset()  # every shape is one more compilation of the same code, and eight is the limit
     batch, heads, length, width, causal = shape
     count = heads if variant == "softmax" else heads // 2
     layer = MixtureAttention(heads * width, count, variant=variant, head_dim=width, causal=causal).to("cuda", DTYPE)

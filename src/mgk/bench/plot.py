@@ -9,26 +9,28 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from mgk.analysis.figures import curves, save
+from mgk.analysis.figures import COLOURS, MARKERS, save, styled
 
-NAMES = {"softmax": "softmax, 16 heads (the faster of flash and cuDNN)", "mgk": "MGK, 8 heads", "smgk": "sMGK, 8 heads"}
+NAMES = {
+    "flash": "FlashAttention, 16 heads", "cudnn": "cuDNN, 16 heads", "mgk": "MGK, 8 heads", "smgk": "sMGK, 8 heads",
+}  # fmt: skip
 
 
 def growth_figure(growth: dict[str, dict[str, float]]) -> Figure:
     """`growth` is the part of that name: {N: {backend or kind: milliseconds per 2^15 tokens}}."""
     lengths = sorted(int(length) for length in growth)
-    lines: dict[str, list[float]] = {name: [] for name in NAMES}
-    for length in lengths:
-        times = growth[str(length)]
-        lines["softmax"].append(min(times["flash"], times["cudnn"]))
-        for kind in ("mgk", "smgk"):
-            lines[kind].append(times[kind])
-    quantity = "ms per 32,768 tokens, forward and backward"
-    figure = curves({quantity: {NAMES[k]: (lengths, y) for k, y in lines.items()}}, x_label="N", log_y=[quantity])
-    (axes,) = figure.axes
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
-    return figure
+    with styled():
+        figure = Figure(figsize=(6, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for (kind, name), colour, marker in zip(NAMES.items(), COLOURS[5::-1], MARKERS, strict=False):
+            axes.plot(lengths, [growth[str(n)][kind] for n in lengths], color=colour, marker=marker, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set(xlabel="N", ylabel="milliseconds", title="Forward and backward, 32,768 tokens in sequences of N")
+        axes.legend()
+        return figure
 
 
 def main(source: str, stem: str) -> list[Path]:
