@@ -78,7 +78,8 @@ class FakeCuda:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fla-core's, about torch.jit
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fla-core's, about torch.jit,
+@pytest.mark.filterwarnings("ignore::ImportWarning")  # and about flash-attn, which it can do without
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_fla_agrees_on_cuda(dtype: torch.dtype, scale: float) -> None:
