@@ -17,7 +17,6 @@ B batch, H heads, M components, N positions in the cache, C its room, D width of
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mgk.hf import MGKCache, MGKConfig, MGKForCausalLM
 from mgk.hf.cache import stack_of
 from mgk.nn import KeyValueCache
+from mgk.train.files import write_json
 from mgk.train.run import environment
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 rows.append({"method": method, "road": road, "failed": str(reason).splitlines()[0]})
             print(rows[-1], flush=True)
             result["summary"] = summary(rows)
-            path.write_text(json.dumps(result, indent=1) + "\n")  # what is measured stays, whatever comes next
+            write_json(path, result)  # what is measured stays, whatever comes next
             if device == "cuda":
                 torch.cuda.empty_cache()
     print("\n".join(lines(rows)))

@@ -32,6 +32,7 @@ from mgk.recipes import recipe
 from mgk.train import config as run_config
 from mgk.train import replace, train
 from mgk.train.config import Config
+from mgk.train.files import write_json
 from mgk.train.run import environment
 
 SHARE = 10  # steps of the original for one of fine-tuning
@@ -140,7 +141,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         trained = time.perf_counter() - start
         found = study(run, chosen.data_root) | {"seconds": [trained, time.perf_counter() - start - trained]}
         result["studies"].append(found)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(path, result)
         print("\n".join(lines(found)), flush=True)
     return result
 

@@ -22,7 +22,7 @@ def growth_figure(growth: dict[str, dict[str, float]]) -> Figure:
     with styled():
         figure = Figure(figsize=(6, 3.2), layout="constrained")
         axes = figure.subplots()
-        for (kind, name), colour, marker in zip(NAMES.items(), COLOURS[5::-1], MARKERS, strict=False):
+        for (kind, name), colour, marker in zip(NAMES.items(), reversed(COLOURS), MARKERS, strict=False):
             axes.plot(lengths, [growth[str(n)][kind] for n in lengths], color=colour, marker=marker, label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
@@ -36,6 +35,7 @@ from mgk.train import replace
 from mgk.train.config import Config
 from mgk.train.data import Source
 from mgk.train.fabric import launch
+from mgk.train.files import write_json, write_text
 from mgk.train.graph import Graphs
 from mgk.train.learner import Learner
 from mgk.train.run import environment
@@ -284,9 +284,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                     print(f"{method}: out of memory in {accumulate} parts", flush=True)
             result["rows"].append(row)
             print(row, flush=True)
-            path.write_text(json.dumps(result, indent=1) + "\n")  # what is measured stays, whatever comes next
+            write_json(path, result)  # what is measured stays, whatever comes next
     print(table(result["rows"]))
-    path.with_suffix(".md").write_text(table(result["rows"]) + "\n")
+    write_text(path.with_suffix(".md"), table(result["rows"]) + "\n")
     return result
 
 

@@ -80,7 +80,7 @@ class Place:
     def failure(self, cell: Cell) -> str | None:
         """Why a cell failed in this very sitting; in the next it is tried again."""
         path = self.beside(cell, "failed")
-        sitting, _, reason = path.read_text().partition("\n") if path.exists() else ("", "", "")
+        sitting, _, reason = path.read_text(encoding="utf-8").partition("\n") if path.exists() else ("", "", "")
         return reason.strip() if sitting == self.sitting else None
 
     def bury(self, cell: Cell, reason: str) -> None:

@@ -15,7 +15,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace a file in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
