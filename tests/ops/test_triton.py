@@ -20,6 +20,7 @@ from tests.ops.triton_env import DEVICE, rounded_exponent, strict_memory
 
 # isort: split
 from mgk.ops import triton as kernels
+from mgk.ops.triton.bias import spans
 from mgk.ops.triton.tiles import Tile
 
 # The kernels make infinities on purpose (the log of an empty sum); numpy, which the interpreter computes with, says so.
@@ -147,6 +148,24 @@ def test_low_precision(variant: str, e_step: str, dtype: torch.dtype, monkeypatc
     assert_low_precision(case, dtype)
 
 
+@pytest.mark.parametrize("M", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"Nq": 37, "Nk": 53, "masked": True},
+        {"Nq": 128, "Nk": 128, "masked": False},
+        {"Nq": 70, "Nk": 90, "masked": False, "is_causal": True},
+    ],
+    ids=["ragged", "whole", "causal"],
+)
+def test_the_nearest_component_is_found_in_low_precision(
+    M: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "SHORT", 0)
+    case = replace(CASE, variant="smgk", e_step="hard", M=M, D=16, Dv=16, B=1, **options)
+    assert_low_precision(case, torch.bfloat16)
+
+
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_many_components(variant: str, e_step: str) -> None:
@@ -185,8 +204,10 @@ def test_short_sequences(case: Case, e_step: str, scale: float, monkeypatch: pyt
     assert taken
 
 
+@pytest.mark.parametrize("length", [256, 0])
 @pytest.mark.parametrize("e_step", E_STEPS)
-def test_a_short_sequence_with_queries_far_from_all_keys(e_step: str) -> None:
+def test_queries_far_from_all_keys_in_low_precision(e_step: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SHORT", length)
     inputs = {name: tensor.detach().bfloat16() for name, tensor in far_from_all_keys("smgk").items()}
     exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", {"e_step": e_step})
     got = run(inputs, "triton", {"e_step": e_step})
@@ -204,6 +225,25 @@ def test_short_and_long_sequences_drop_the_same_weights(e_step: str, monkeypatch
         results.append(run(inputs, "triton", {"e_step": e_step, "is_causal": True, "dropout_p": 0.3}))
     for name, one, other in zip(["output", *inputs], *results, strict=True):
         assert float((one - other).norm()) <= 4 * torch.finfo(torch.bfloat16).eps * (1 + float(other.norm())), name
+
+
+@pytest.mark.parametrize("batch", [1, 5, 130])
+def test_masks_say_what_takes_part_and_which_batches_are_longest(batch: int) -> None:
+    """130: more than one program looks at in one go."""
+    generator = torch.Generator().manual_seed(batch)
+    queries, keys = (torch.rand(batch, size, generator=generator) > 0.7 for size in (9, 11))
+    keys[0] = False
+    found = spans(queries.to(DEVICE), keys.to(DEVICE), 9, 11)
+    assert found is not None
+    for (last_query, last_key, first_key, hole, _), of_queries, of_keys in zip(
+        found.tolist(), queries.tolist(), keys.tolist(), strict=True
+    ):
+        assert last_query == max([i + 1 for i, taken in enumerate(of_queries) if taken], default=0)
+        assert last_key == max([j + 1 for j, taken in enumerate(of_keys) if taken], default=0)
+        assert first_key == min([j for j, taken in enumerate(of_keys) if taken], default=11)
+        assert hole == min([j for j, taken in enumerate(of_keys) if not taken], default=11)
+    pairs = found[:, 0] * found[:, 1]
+    assert found[:, 4].tolist() == torch.argsort(pairs, descending=True, stable=True).tolist()
 
 
 def far_from_all_keys(variant: str) -> Inputs:

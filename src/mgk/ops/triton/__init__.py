@@ -154,6 +154,7 @@ def options(choice: Tile) -> dict[str, int]:
 
 # A launch: the road, the heads it is for, and whether it fixes the row maximum beforehand; see shifted.py.
 LIGHT, SAFE, HARD = (road.value for road in (shifted.LIGHT, shifted.SAFE, shifted.HARD))
+LIGHT_HARD = shifted.LIGHT_HARD.value
 EVERY, NEAR, FAR = (heads.value for heads in (primitives.EVERY, primitives.NEAR, primitives.FAR))
 COLUMNS = primitives.COLUMNS.value
 FEW = 264
@@ -169,20 +170,21 @@ def is_narrow(query: Tensor, components: int) -> bool:
 def forward_launches(hard: bool, query: Tensor, components: int) -> list[dict[str, Any]]:
     """float16 has too few exponents for a maximum that is fixed beforehand."""
     fixed, narrow = query.dtype != torch.float16, is_narrow(query, components)
+    far = {"ROAD": HARD if hard else SAFE, "HEADS": FAR, "FIXED": False, "NARROW": False}
     if hard and not fixed:
-        return [{"ROAD": HARD, "HEADS": EVERY, "FIXED": False, "NARROW": False, "BEST": False}]
-    return [
-        {"ROAD": LIGHT if narrow or not hard else HARD, "HEADS": NEAR, "FIXED": fixed, "NARROW": narrow,
-         "BEST": hard and narrow},
-        {"ROAD": HARD if hard else SAFE, "HEADS": FAR, "FIXED": False, "NARROW": False, "BEST": False},
-    ]  # fmt: skip
+        return [far | {"HEADS": EVERY}]
+    road = LIGHT if not hard else LIGHT_HARD if narrow else HARD
+    return [{"ROAD": road, "HEADS": NEAR, "FIXED": fixed, "NARROW": narrow}, far]
 
 
 def backward_launches(hard: bool, query: Tensor, components: int) -> list[dict[str, Any]]:
     narrow = is_narrow(query, components)
-    if hard:
+    if hard and not (narrow and components == 2):
         return [{"ROAD": HARD, "HEADS": EVERY, "NARROW": narrow}]
-    return [{"ROAD": LIGHT, "HEADS": NEAR, "NARROW": narrow}, {"ROAD": SAFE, "HEADS": FAR, "NARROW": False}]
+    return [
+        {"ROAD": LIGHT_HARD if hard else LIGHT, "HEADS": NEAR, "NARROW": narrow},
+        {"ROAD": HARD if hard else SAFE, "HEADS": FAR, "NARROW": hard},
+    ]
 
 
 def lanes(choice: Tile) -> int:
@@ -303,7 +305,9 @@ def shifted_backward(
     numbers = LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance
     sizes = batch, section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
     key_columns, row_columns = None, None
-    if not hard and narrow_keys.numel():
+    if hard and narrow_keys.numel() and components == 2:  # what a query must lead by for the second component to win
+        key_columns = (keys[:, 3] - keys[:, 4]).clamp(-6e4, 6e4).half()
+    elif not hard and narrow_keys.numel():
         key_columns = side_by_side(narrow_keys, COLUMNS)
         row_columns = narrow_keys.new_empty(rows.shape[0], rows.shape[-1], COLUMNS)
     for how in backward_launches(hard, query, components) if batch * heads * query_blocks else ():

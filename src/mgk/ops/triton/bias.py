@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mgk.ops.triton.host import as_bytes, block_width
 from mgk.ops.triton.launch import launch
-from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile
+from mgk.ops.triton.primitives import FIELDS, LOG2E, NEVER, finite, load_tile
 
 # The light road multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-LIGHT_KEYS and every rho between
 # 2^-LIGHT_ROWS and 2^LIGHT_ROWS, a row's sum under a running maximum is at least 2^-100, and an exponential under a
@@ -219,22 +219,39 @@ def span_kernel(
         _, last_query, _ = ends_of(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
     if KEYS:
         first_key, last_key, hole = ends_of(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
-    tl.store(SPAN + 4 * i_b, last_query)
-    tl.store(SPAN + 4 * i_b + 1, last_key)
-    tl.store(SPAN + 4 * i_b + 2, first_key)
-    tl.store(SPAN + 4 * i_b + 3, hole)
+    tl.store(SPAN + FIELDS * i_b, last_query)
+    tl.store(SPAN + FIELDS * i_b + 1, last_key)
+    tl.store(SPAN + FIELDS * i_b + 2, first_key)
+    tl.store(SPAN + FIELDS * i_b + 3, hole)
+
+
+@triton.jit(do_not_specialize=["num_batches"])
+def rank_kernel(SPAN, num_batches, BLOCK: tl.constexpr):
+    """The last field of row n is the batch with the n-th most pairs."""
+    i_b = tl.program_id(0)
+    own = tl.load(SPAN + FIELDS * i_b).to(tl.float32) * tl.load(SPAN + FIELDS * i_b + 1)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_batches, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        queries = tl.load(SPAN + FIELDS * o, mask=o < num_batches, other=-1).to(tl.float32)
+        pairs = queries * tl.load(SPAN + FIELDS * o + 1, mask=o < num_batches, other=1)
+        before += ((pairs > own) | ((pairs == own) & (o < i_b))).to(tl.int32)
+    tl.store(SPAN + FIELDS * tl.sum(before, 0) + 4, i_b)
 
 
 def spans(query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
-    """For each batch one past the last query and key that take part, the first key, and the first that is hidden."""
+    """For each batch one past the last query and key that take part, the first key, and the first that is hidden; and
+    the batches, those with the most pairs first: (B,5).
+    """
     if query_mask is None and key_mask is None:
         return None
     masks = [mask for mask in (query_mask, key_mask) if mask is not None]
-    result = torch.empty(masks[0].shape[0], 4, device=masks[0].device, dtype=torch.int32)
+    result = torch.empty(masks[0].shape[0], FIELDS.value, device=masks[0].device, dtype=torch.int32)
     launch(
         span_kernel, (result.shape[0],), as_bytes(query_mask), as_bytes(key_mask), result, num_queries, num_keys,
         query_mask is not None, key_mask is not None, 1024,
     )  # fmt: skip
+    launch(rank_kernel, (result.shape[0],), result, result.shape[0], 128, num_warps=1)
     return result
 
 

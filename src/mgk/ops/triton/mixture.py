@@ -229,7 +229,7 @@ def forward_kernel(
     if HEADS == FAR:
         if any_far(FAR_HEADS, groups, 128):
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_m = blocks - 1 - i_block
                 if is_far(FAR_HEADS, i_bh):
                     forward_block(
@@ -240,7 +240,7 @@ def forward_kernel(
                         BN,
                     )  # fmt: skip
     else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_m = blocks - 1 - i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False):
             forward_block(
@@ -376,7 +376,7 @@ def query_kernel(
     if HEADS == FAR:
         if any_far(FAR_HEADS, groups, 128):
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_m = blocks - 1 - i_block
                 if is_far(FAR_HEADS, i_bh):
                     query_block(
@@ -387,7 +387,7 @@ def query_kernel(
                         DROPOUT, PRECISION, WIDTH, BM, BN,
                     )  # fmt: skip
     else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_m = blocks - 1 - i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             query_block(
@@ -550,7 +550,7 @@ def key_kernel(
     if HEADS == FAR:
         if any_far(FAR_HEADS, groups, 128):
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_n = i_block
                 if is_far(FAR_HEADS, i_bh):
                     key_block(
@@ -561,7 +561,7 @@ def key_kernel(
                         KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN,
                     )  # fmt: skip
     else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_n = i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             key_block(

@@ -20,6 +20,7 @@ COLUMNS = tl.constexpr(16)  # of the products that sum rows with weights
 SUMS = tl.constexpr(8)  # of those that sum without: the least a product has
 # Arguments whose values are not worth a kernel of their own: another batch size compiles nothing.
 COUNTS = ("BATCHES", "section", "H", "num_queries", "num_keys", "query_parts", "parts")
+FIELDS = tl.constexpr(5)  # of what is known of the masks of a batch, see `spans`
 EVERY, NEAR, FAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # heads a launch is for, by their reach
 
 
@@ -130,6 +131,19 @@ def larger(x, y):
 
 
 @triton.jit
+def where_larger(x, y, z):
+    """z where y is larger than x, else 0: two at a time, by the sign of x - y; x and y of float16, z of bfloat16."""
+    if INTERPRETED:
+        result = tl.where(y > x, z, 0.0).to(z.dtype)
+    else:
+        result = tl.inline_asm_elementwise(
+            "{.reg .b32 gap; sub.f16x2 gap, $1, $2; prmt.b32 gap, gap, 0, 0xbb99; and.b32 $0, $3, gap;}", "=r,r,r,r",
+            [x, y, z], tl.bfloat16, True, 2,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
 def multiply_add(x, y, z):
     """x y + z of bfloat16, two at a time; the compiler may pair them the other way round, and turn them back later."""
     if INTERPRETED:
@@ -220,7 +234,7 @@ def dropout(
 def key_range(p_span, i_batch, num_queries, num_keys, SPANS: tl.constexpr):
     """How many queries and keys of this batch take part, up to the last that does."""
     if SPANS:
-        num_queries, num_keys = tl.load(p_span + 4 * i_batch), tl.load(p_span + 4 * i_batch + 1)
+        num_queries, num_keys = tl.load(p_span + FIELDS * i_batch), tl.load(p_span + FIELDS * i_batch + 1)
     return num_queries, num_keys
 
 
@@ -229,7 +243,7 @@ def sees_a_key(p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPA
     """Which of the queries `o_m` are before the end of those that take part and see at least one key."""
     first_key, last_query = 0, 2147483647
     if SPANS:
-        last_query, first_key = tl.load(p_span + 4 * i_batch), tl.load(p_span + 4 * i_batch + 2)
+        last_query, first_key = tl.load(p_span + FIELDS * i_batch), tl.load(p_span + FIELDS * i_batch + 2)
     sees = (o_m < last_query) & (first_key < num_keys)
     if CAUSAL:
         sees = sees & (o_m + offset >= first_key)
@@ -264,7 +278,7 @@ def key_tiles(
     if CAUSAL:
         full = tl.minimum(full, tl.maximum(i_m * BM + offset + 1, 0) // BN * BN)
     if KEY_MASK:
-        full = tl.minimum(full, tl.load(p_span + 4 * i_batch + 3) // BN * BN)
+        full = tl.minimum(full, tl.load(p_span + FIELDS * i_batch + 3) // BN * BN)
     return full, stop
 
 
@@ -286,15 +300,19 @@ def query_tiles(
 
 
 @triton.jit
-def work_of(item, blocks, groups, section):
+def work_of(item, blocks, groups, section, p_span, H, SPANS: tl.constexpr):
     """Block and head of a work item: `section` heads at a time, the first blocks of all of these first.
 
-    Where rows differ in length the long ones start first, and yet few heads' keys are in the cache at once.
+    Where rows differ in length the long ones start first, and yet few heads' keys are in the cache at once. Sequences
+    that differ in length come longest first, for the same reason: what starts last should not take long.
     """
     first = item // (blocks * section) * section
     width = tl.minimum(section, groups - first)
     rest = item - first * blocks
-    return rest // width, first + rest % width
+    i_bh = first + rest % width
+    if SPANS:
+        i_bh = tl.load(p_span + FIELDS * (i_bh // H) + 4) * H + i_bh % H
+    return rest // width, i_bh
 
 
 @triton.jit

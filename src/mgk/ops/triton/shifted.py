@@ -12,8 +12,8 @@ from all keys that its sum comes near underflow is noticed at the end, and the h
 float16 has too few exponents for it and keeps the running maximum.
 
 Narrow mixing (bfloat16): the mixing factors are multiplied in bfloat16, two at a time, and the sums over a row or
-column of a tile are a product with a few more columns. Forward, a hard E-step then goes the light road too (BEST): the
-largest term in place of the sum.
+column of a tile are a product with a few more columns. The hard E-step then has a light road too (LIGHT_HARD; backward
+for two components): the largest term in place of the sum.
 
 KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, later LSE (+inf where a
 query sees no key; less log_u_0, but on the safe road), the rho (hard: the leads), the log_u. Both are padded to whole
@@ -53,13 +53,24 @@ from mgk.ops.triton.primitives import (
     split_columns,
     store_tile,
     unit_column,
+    where_larger,
     where_tuple,
     work_of,
     zeros_tuple,
 )
 
-LIGHT, SAFE, HARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # roads
+LIGHT, SAFE, HARD, LIGHT_HARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # roads
 FOREVER = tl.constexpr(float("inf"))
+
+
+@triton.constexpr_function
+def is_light(road):
+    return road in (LIGHT, LIGHT_HARD)
+
+
+@triton.constexpr_function
+def is_hard(road):
+    return road in (HARD, LIGHT_HARD)
 
 
 @triton.jit
@@ -110,6 +121,24 @@ def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
+def second_share(ds, sums, lead, gap, KEYS_DOWN: tl.constexpr):
+    """Sums along `ds` of what is the second component's, added to the second column: pairs whose lead is above the gap.
+
+    In float16, which tells leads of 2 to 4 from gaps a thousandth away; weights in bfloat16 would be mistaken for equal
+    five times as far from it.
+    """
+    gap, lead = (gap[:, None], lead[None, :]) if KEYS_DOWN else (gap[None, :], lead[:, None])
+    share = where_larger(tl.broadcast_to(gap, ds.shape), tl.broadcast_to(lead, ds.shape), ds)
+    return tl.dot(share, unit_column(1, ds.shape[1], ds.dtype), sums)
+
+
+@triton.jit
+def lead_over_second(log_w):
+    """What a query must lead by for the second component to win, as float16 can hold it."""
+    return tl.clamp(log_w[0] - log_w[1], -60000.0, 60000.0).to(tl.float16)
+
+
+@triton.jit
 def weight(x):
     """2^x of a row whose weights sum to 1, however much rounding of huge exponents says otherwise."""
     return tl.exp2(tl.minimum(x, 0.0))
@@ -119,17 +148,16 @@ def weight(x):
 def forward_step(
     start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, p_seed, i_bh, i_m, offset, scale, threshold, num_keys,
     padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, ROAD: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, BEST: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    M: tl.constexpr, ROAD: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """`rows` are the rho, on the safe road the log_u, with the hard E-step the leads."""
+    """`rows` are the rho, on the safe road the log_u, on the hard one the leads."""
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
     b_k = load_tile(p_k, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
     s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
     if CAUSAL and MASKED:
         s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
-    if ROAD == LIGHT:
+    if is_light(ROAD):
         if MASKED:
             s += load_vector(p_keys, start, BN)[None, :]
         m_safe = m
@@ -140,7 +168,7 @@ def forward_step(
             p, w = p.to(b_k.dtype), load_vectors(p_narrow, start, padded_keys, BN, M)
         else:
             w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
-        p = p * mixed(rows, w, False, M, BEST)
+        p = p * mixed(rows, w, False, M, ROAD == LIGHT_HARD)
     else:
         log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
         if ROAD == HARD:
@@ -179,9 +207,9 @@ def forward_block(
     i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    FIXED: tl.constexpr, NARROW: tl.constexpr, BEST: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-    SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FIXED: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
+    KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     offset = num_keys - num_queries
@@ -193,7 +221,7 @@ def forward_block(
     b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
     p_narrow = NARROW_KEYS
-    if BEST:
+    if ROAD == LIGHT_HARD:
         rows = exp2_tuple(rows, M)
     if NARROW:
         rows = cast_tuple(rows, b_q.dtype, M)
@@ -210,14 +238,14 @@ def forward_block(
     for start in range(0, full, BN):
         acc, m, l = forward_step(
             start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
-            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, False, DROPOUT,
+            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, CAUSAL, False, DROPOUT,
             PRECISION, BM, BN,
         )  # fmt: skip
     if CAUSAL or KEY_MASK or not EVEN:
         for start in tl.range(full, stop, BN, num_stages=1):
             acc, m, l = forward_step(
                 start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
-                num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, True, DROPOUT,
+                num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, CAUSAL, True, DROPOUT,
                 PRECISION, BM, BN,
             )  # fmt: skip
 
@@ -242,32 +270,32 @@ def forward_kernel(
     Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh,
     sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys, padded_queries,
     padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
-    ROAD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, BEST: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ROAD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
     if HEADS == FAR:
         if any_far(FAR_HEADS, groups, 128):
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_m = blocks - 1 - i_block
                 if is_far(FAR_HEADS, i_bh):
                     forward_block(
                         i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale,
                         threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H,
-                        num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST,
+                        num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW,
                         CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
                     )  # fmt: skip
     else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_m = blocks - 1 - i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False):
             forward_block(
                 i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
                 inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
-                padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW, BEST, CAUSAL, EVEN, SPANS, KEY_MASK,
+                padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK,
                 MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
 
@@ -282,8 +310,8 @@ def query_step(
 ):  # fmt: skip
     """One key tile's share of dq and, after the first component, of dlog_u; on the light road that lacks its rho.
 
-    `rows` are the rho, on the safe road the log_u, on the hard one the leads. `du` has a vector per component, or with
-    narrow mixing is one block of columns.
+    `rows` are the rho (and, LIGHT_HARD, the lead), on the safe road the log_u, on the hard one the leads. `du` has a
+    vector per component, or with narrow mixing is one block of columns.
     """
     o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
     b_k = load_tile(p_k, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
@@ -296,11 +324,16 @@ def query_step(
         slope *= dropout(p_seed, i_bh, i_m * BM, start, threshold, inverse_keep, False, BM, BN)
     slope -= delta[:, None]
     new = (du[0],)
-    if ROAD == LIGHT:
+    if is_light(ROAD):
         if MASKED:
             s += load_vector(p_keys, start, BN)[None, :]
         g = tl.exp2(s * scale - lse[:, None]) * slope
-        if NARROW:
+        if ROAD == LIGHT_HARD:
+            g, rho = g.to(b_k.dtype), cast_tuple(rows, b_k.dtype, M)
+            w = load_vectors(p_narrow, start, padded_keys, BN, M)
+            ds = g * mixed(rho, w, False, M, True)
+            new = (second_share(ds, new[0], rows[2], load_vector(p_columns, start, BN), False),)
+        elif NARROW:
             g = g.to(b_k.dtype)
             w = load_vectors(p_narrow, start, padded_keys, BN, M)
             if MASKED:  # in a loop without a pipeline Triton 3.6 makes this product read beyond the shared memory
@@ -383,12 +416,18 @@ def query_block(
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
     p_narrow, p_columns, p_row_columns = NARROW_KEYS, KEY_COLUMNS, ROW_COLUMNS
     AS_COLUMNS: tl.constexpr = NARROW and ROAD == LIGHT
-    if AS_COLUMNS:
+    KEPT: tl.constexpr = 3 if ROAD == LIGHT_HARD else M
+    if NARROW and is_light(ROAD):
         p_narrow += i_g * M * padded_keys
+    if ROAD == LIGHT_HARD:
+        rows = exp2_tuple(rows, M) + (rows[1].to(tl.float16),)
+        p_columns += i_g * padded_keys
+    if AS_COLUMNS:
         p_columns += i_g * COLUMNS * padded_keys
         p_row_columns += i_g * COLUMNS * padded_queries
     store_known(
-        KNOWN + i_g * WIDTH * padded_queries, p_row_columns, o_m, lse, delta, rows, b_q.dtype, M, AS_COLUMNS, WIDTH, BM
+        KNOWN + i_g * WIDTH * padded_queries, p_row_columns, o_m, lse, delta, rows, b_q.dtype, KEPT, AS_COLUMNS, WIDTH,
+        BM,
     )  # fmt: skip
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
@@ -446,7 +485,7 @@ def query_kernel(
     if HEADS == FAR:
         if any_far(FAR_HEADS, groups, 128):
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_m = blocks - 1 - i_block
                 if is_far(FAR_HEADS, i_bh):
                     query_block(
@@ -457,7 +496,7 @@ def query_kernel(
                         KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN,
                     )  # fmt: skip
     else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_m = blocks - 1 - i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             query_block(
@@ -479,8 +518,8 @@ def key_step(
 ):  # fmt: skip
     """One query tile's share of dk, dv and dlog_w, keys down and queries across; on the light road dlog_w lacks its w.
 
-    `w` are the w of the light road, the log_w of the others. `dw` has a vector per component, or with narrow mixing is
-    one block of columns.
+    `w` are the w of the light road (and, LIGHT_HARD, the gap), the log_w of the others. `dw` has a vector per
+    component, or with narrow mixing is one block of columns.
     """
     o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
     b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, MASKED)  # [BM, BD]
@@ -499,10 +538,16 @@ def key_step(
         slope *= drop
     slope -= delta[None, :]
     new = ()
-    if ROAD == LIGHT:
+    if is_light(ROAD):
         e = tl.exp2(s * scale - lse[None, :])
         g = e * slope
-        if NARROW:
+        if ROAD == LIGHT_HARD:
+            e, g = (e * drop).to(b_q.dtype), g.to(b_q.dtype)
+            mix = mixed(cast_tuple(rows, b_q.dtype, M), cast_tuple(w, b_q.dtype, M), True, M, True)
+            p, ds = multiply(e, mix), multiply(g, mix)
+            sums = tl.dot(ds, unit_column(0, BM, b_q.dtype), dw[0])
+            new = (second_share(ds, sums, known[3].to(tl.float16), w[2], True),)
+        elif NARROW:
             e, g = (e * drop).to(b_q.dtype), g.to(b_q.dtype)
             b_r = load_tile(p_columns, start, padded_queries, COLUMNS, BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
             new = new + (tl.dot(g, b_r, dw[0]),)
@@ -540,7 +585,7 @@ def key_step(
             part *= slope
             ds += part
             new = new + (dw[r] + tl.sum(part, 1),)
-    if DROPOUT and not (NARROW and ROAD == LIGHT):
+    if DROPOUT and not (NARROW and ROAD != HARD):
         p *= drop
     b_dv = tl.dot(p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
     b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
@@ -567,7 +612,9 @@ def key_block(
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
     b_k = load_tile(K + i_b * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True)  # [BN, BD]
     b_v = load_tile(V + i_b * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
-    w = load_vectors(p_keys + (1 if ROAD == LIGHT else 1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)
+    w = load_vectors(p_keys + (1 if is_light(ROAD) else 1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)
+    if ROAD == LIGHT_HARD:
+        w += (lead_over_second(load_vectors(p_keys + (1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)),)
 
     begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, CAUSAL, BM, BN)
     b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
@@ -598,7 +645,7 @@ def key_block(
     if NARROW:
         dw = split_columns(dw[0], M)
     dlog_w = ()
-    if ROAD == HARD:  # the first component has what the others leave of the whole
+    if is_hard(ROAD):  # the first component has what the others leave of the whole
         rest = dw[0]
         for r in tl.static_range(1, M):
             rest -= dw[r]
@@ -608,7 +655,7 @@ def key_block(
     else:
         for r in tl.static_range(M):
             dlog_w = dlog_w + (dw[r] * w[r] if ROAD == LIGHT else dw[r],)
-    if ROAD == LIGHT and (KEY_MASK or not EVEN):  # a hidden key has whatever is in its own rows
+    if is_light(ROAD) and (KEY_MASK or not EVEN):  # a hidden key has whatever is in its own rows
         seen = load_vector(p_keys, i_n * BN, BN) == 0
         b_dk, b_dv = tl.where(seen[:, None], b_dk, 0.0), tl.where(seen[:, None], b_dv, 0.0)
         dlog_w = where_tuple(seen, dlog_w, M)
@@ -642,7 +689,7 @@ def key_kernel(
     if HEADS == FAR:
         if any_far(FAR_HEADS, groups, 128):
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section)
+                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_n = i_block
                 if is_far(FAR_HEADS, i_bh):
                     key_block(
@@ -653,7 +700,7 @@ def key_kernel(
                         KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN,
                     )  # fmt: skip
     else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section)
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_n = i_block
         if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
             key_block(

@@ -36,7 +36,7 @@ from mgk.ops.triton.primitives import (
     unit_column,
     zeros_tuple,
 )
-from mgk.ops.triton.shifted import HARD, LIGHT, SAFE, best_bid, bid, forward_block, weight
+from mgk.ops.triton.shifted import HARD, LIGHT, LIGHT_HARD, SAFE, best_bid, bid, forward_block, weight
 
 NOTHING = tl.constexpr(-1e30)  # stands for minus infinity, times zero is zero
 
@@ -65,8 +65,8 @@ def forward_kernel(
             forward_block(
                 i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
                 inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
-                padded_queries, padded_keys, D, DV, BD, BV, M, LIGHT, True, True, BEST, CAUSAL, EVEN, SPANS, KEY_MASK,
-                MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                padded_queries, padded_keys, D, DV, BD, BV, M, LIGHT_HARD if BEST else LIGHT, True, True, CAUSAL, EVEN,
+                SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
     tl.debug_barrier()
     if is_far(FAR_HEADS, i_bh):
@@ -74,8 +74,8 @@ def forward_kernel(
             forward_block(
                 i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
                 inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
-                padded_queries, padded_keys, D, DV, BD, BV, M, HARD if BEST else SAFE, False, False, False, CAUSAL,
-                EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                padded_queries, padded_keys, D, DV, BD, BV, M, HARD if BEST else SAFE, False, False, CAUSAL, EVEN,
+                SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
             )  # fmt: skip
 
 
