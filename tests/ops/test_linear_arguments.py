@@ -59,15 +59,15 @@ def test_fla_asked_for_by_name_never_falls_back(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"impl: 'triton' needs float32 or half on CUDA, got torch.float32 on cpu"):
         mlk_attention(**arguments, is_causal=True, impl="triton")
     on_gpu = FakeCuda(arguments["query"])
-    refused = linear._fla_obstacle(on_gpu, arguments["key"], False)  # type: ignore[arg-type]
+    refused = linear._fla_obstacle(on_gpu, arguments["key"][..., :5, :])  # type: ignore[arg-type]
     assert isinstance(refused, ValueError)
-    assert "causal scan with Nq = Nk, got is_causal=False, Nq = 7, Nk = 7" in str(refused)
+    assert "scans with Nq = Nk where is_causal=True, got Nq = 7, Nk = 5" in str(refused)
     monkeypatch.setattr(linear, "HAS_FLA", False)
-    absent = linear._fla_obstacle(on_gpu, arguments["key"], True)  # type: ignore[arg-type]
+    absent = linear._fla_obstacle(on_gpu, arguments["key"])  # type: ignore[arg-type]
     assert isinstance(absent, ImportError)
     assert "fla-core here, which is not installed: pip install 'mgk[fla]'" in str(absent)
     monkeypatch.setattr(linear, "HAS_FLA", True)
-    assert linear._fla_obstacle(on_gpu, arguments["key"], True) is None  # type: ignore[arg-type]
+    assert linear._fla_obstacle(on_gpu, arguments["key"]) is None  # type: ignore[arg-type]
 
 
 class FakeCuda:

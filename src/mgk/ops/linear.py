@@ -6,7 +6,7 @@
 The mixture is taken after the feature map. Once the features of a position are mixed, M plays no further part, and the
 forms differ only in which keys a query sees:
 
-    parallel    all of them: add up S and z, then read them with every query
+    parallel    all of them: add up S and z, then read them with every query; kernels in ops/triton/linear.py
     chunked     causal: read the sums of the chunks before, add the pairs within the chunk, carry the sums on
     recurrent   the same step with the sums (`LinearState`) in the caller's hands, for any number of new tokens
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,15 +35,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
-from mgk.ops.api import IMPLEMENTATIONS
+from mgk.ops.api import HAS_TRITON, IMPLEMENTATIONS, TRITON_DTYPES
 from mgk.ops.common import compute_dtype, shifted_keys
-from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, check_feature_map
+from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, check_feature_map, elu
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 HAS_FLA = importlib.util.find_spec("fla") is not None  # found, not imported
 CHUNK = 128
+TRITON_WIDTH = 128  # of ops/triton/linear.py: a program holds the sums of a head
 NEGLIGIBLE = -100.0  # exp of it is below the rounding of float32 by 30 orders of magnitude
 
 
@@ -83,8 +85,9 @@ def mlk_attention(
         is_causal: a query sees the keys up to its own position; with Nq != Nk the last query sees every key.
         key_mask: bool (B,Nk), True where a key takes part. A query with no key left gets zeros and zero gradients; so
             does one that has no feature in common with its keys (`dpfp`).
-        impl: "auto"; "reference", the dense weights; "blockwise", linear in N forward and backward; "triton", the
-            causal scan of fla-core on CUDA, for Nq = Nk. One asked for by name is used or raises.
+        impl: "auto"; "reference", the dense weights; "blockwise", linear in N forward and backward; "triton", on CUDA
+            the causal scan of fla-core for Nq = Nk, and without a causal mask kernels of our own for "elu" (widths up
+            to 128, differentiable once). One asked for by name is used or raises.
     """
     query, key, _ = check.check_query_key(query, key, None)
     return _attention(query, key, None, value, log_prior, feature_map, is_causal, key_mask, impl)
@@ -164,7 +167,8 @@ def linear_step(
     if query.shape[2] != key.shape[-2]:
         raise ValueError(f"key: expected one key per query, n = {query.shape[2]}, got {check.describe(key)}")
     with torch.autocast(query.device.type, enabled=False):
-        reads, keys, values = _prepare(query, key, shift, value, log_prior, feature_map, key_mask)
+        checked = _check(query, key, shift, value, log_prior, feature_map, key_mask)
+        reads, keys, values = _prepare(query, key, shift, *checked)
         output, sums, exponent = _causal(reads, keys, values, *_join(state, reads, values))
         return _quotient(output).to(query.dtype), LinearState(sums[..., :-1], sums[..., -1], exponent[:, :, 0])
 
@@ -175,37 +179,54 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     is_causal = check.check_flag("is_causal", is_causal)
     impl = check.check_choice("impl", impl, IMPLEMENTATIONS)
-    obstacle = _fla_obstacle(query, key, is_causal) if impl in ("auto", "triton") else None
-    if impl == "triton" and obstacle is not None:
-        raise obstacle
+    values, prior, mask, phi = _check(query, key, shift, value, log_prior, feature_map, key_mask)
+    on_gpu = impl == "triton" or (impl == "auto" and query.device.type == "cuda")
+    if on_gpu:
+        obstacle = _fla_obstacle(query, key) if is_causal else _kernel_obstacle(query, values, phi)
+        if impl == "triton" and obstacle is not None:
+            raise obstacle
+        on_gpu = obstacle is None
     with torch.autocast(query.device.type, enabled=False):
-        reads, keys, values = _prepare(query, key, shift, value, log_prior, feature_map, key_mask)
+        if on_gpu and not is_causal:
+            from mgk.ops.triton import linear as kernels  # not loaded before it is needed
+
+            return kernels.linear_attention(query, key, shift, values, prior, mask)
+        reads, keys, values = _prepare(query, key, shift, values, prior, mask, phi)
         if impl == "reference":
             sums = _dense(reads, keys, values, is_causal)
-        elif impl == "triton" or (impl == "auto" and obstacle is None and _tensor_cores_will_do(query.dtype)):
+        elif on_gpu and (impl == "triton" or _tensor_cores_will_do(query.dtype)):
             sums = _fla(reads, keys, values)
         else:
             sums = _blockwise(reads, keys, values, is_causal)
         return _quotient(sums).to(query.dtype)
 
 
-def _prepare(
+def _check(
     query: Tensor, key: Tensor, shift: Tensor | None, value: object, log_prior: object, feature_map: object,
     key_mask: object,
+) -> tuple[Tensor, Tensor | None, Tensor | None, FeatureMap]:  # fmt: skip
+    """Value, prior, mask and feature map, if they go with query and key."""
+    components = key.shape[2] if shift is None else shift.shape[1]
+    return (
+        check.check_value(value, query, key),
+        check.check_log_prior(log_prior, query.shape[1], components, key.shape[-2], query),
+        check.check_mask("key_mask", key_mask, "B,Nk", (query.shape[0], key.shape[-2]), query),
+        check_feature_map(feature_map),
+    )
+
+
+def _prepare(
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, prior: Tensor | None, mask: Tensor | None,
+    phi: FeatureMap,
 ) -> tuple[ScaledFeatures, ScaledFeatures, Tensor]:  # fmt: skip
-    """The checked arguments as features of queries and mixed keys, (B,H,N,F), and values with a column of ones.
+    """The arguments as features of queries and mixed keys, (B,H,N,F), and values with a column of ones.
 
     The ones make the denominator the last column of whatever is summed: (B,H,Nk,Dv+1).
     """
-    components = key.shape[2] if shift is None else shift.shape[1]
-    values = check.check_value(value, query, key)
-    prior = check.check_log_prior(log_prior, query.shape[1], components, key.shape[-2], query)
-    mask = check.check_mask("key_mask", key_mask, "B,Nk", (query.shape[0], key.shape[-2]), query)
-    phi = check_feature_map(feature_map)
     dtype = compute_dtype(query.dtype)
     key = key.to(dtype) if shift is None else shifted_keys(key, shift)
     queries = _mix(apply_feature_map(phi, query.to(dtype)[:, :, None]), None, None)
-    return queries, _mix(apply_feature_map(phi, key), prior, mask), pad(values.to(dtype), (0, 1), value=1.0)
+    return queries, _mix(apply_feature_map(phi, key), prior, mask), pad(value.to(dtype), (0, 1), value=1.0)
 
 
 def _mix(features: ScaledFeatures, log_prior: Tensor | None, key_mask: Tensor | None) -> ScaledFeatures:
@@ -438,17 +459,35 @@ def _fla(query: ScaledFeatures, key: ScaledFeatures, value: Tensor) -> Tensor:
     return sums.transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def _fla_obstacle(query: Tensor, key: Tensor, is_causal: bool) -> Exception | None:
+def _fla_obstacle(query: Tensor, key: Tensor) -> Exception | None:
     """Why the scan of fla-core cannot run these arguments, as the exception to raise; None if it can."""
     if query.device.type != "cuda" or query.dtype == torch.float64:
         return ValueError(f"impl: 'triton' needs float32 or half on CUDA, got {query.dtype} on {query.device}")
-    if not is_causal or query.shape[2] != key.shape[-2]:
+    if query.shape[2] != key.shape[-2]:
         return ValueError(
-            f"impl: 'triton' is the causal scan with Nq = Nk, got is_causal={is_causal}, "
-            f"Nq = {query.shape[2]}, Nk = {key.shape[-2]}"
+            f"impl: 'triton' scans with Nq = Nk where is_causal=True, got Nq = {query.shape[2]}, Nk = {key.shape[-2]}"
         )
     if not HAS_FLA:
         return ImportError("impl: 'triton' runs on fla-core here, which is not installed: pip install 'mgk[fla]'")
+    return None
+
+
+def _kernel_obstacle(query: Tensor, value: Tensor, phi: FeatureMap) -> Exception | None:
+    """The same of our own kernels, which know no causal mask. Triton's interpreter runs them on a CPU, for tests."""
+    on_gpu = query.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if not on_gpu or query.dtype not in TRITON_DTYPES:
+        return ValueError(f"impl: 'triton' needs float32 or half on CUDA, got {query.dtype} on {query.device}")
+    if phi is not elu:
+        return ValueError(
+            f"impl: 'triton' has the feature map 'elu' alone where is_causal=False, got {getattr(phi, '__name__', phi)}"
+        )
+    if max(query.shape[-1], value.shape[-1]) > TRITON_WIDTH:
+        return ValueError(
+            f"impl: 'triton' needs head widths D and Dv up to {TRITON_WIDTH} where is_causal=False, "
+            f"got {query.shape[-1]} and {value.shape[-1]}"
+        )
+    if not HAS_TRITON:
+        return ImportError("impl: 'triton' needs Triton, which is not installed: pip install 'mgk[gpu]'")
     return None
 
 

@@ -1,0 +1,385 @@
+"""Linear attention as kernels, against the reference in float64. Without a GPU, through Triton's interpreter.
+
+B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from mgk.ops import cost, linear
+from mgk.ops.feature_maps import elu
+from mgk.ops.linear import linear_attention, mlk_attention, smlk_attention
+from tests.ops.common import VARIANTS, Case, Inputs, cases, component_keys
+from tests.ops.triton_env import DEVICE, strict_memory
+
+# isort: split
+from mgk.ops.triton import linear as kernels
+
+# A query that sees no key divides by zero before it gets zeros; numpy, which the interpreter computes with, says so.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASE = Case(B=1, H=2, M=2, Nq=21, Nk=37, D=20, Dv=12, prior="head", seed=3)  # of "smgk": shifted keys; "mgk": projected
+PLAIN = replace(CASE, variant="mgk", M=1, prior=None)
+SMALL_TILE = {"BN": 16, "num_warps": 4, "num_stages": 1}
+
+
+tiles_in_use = kernels.tile
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """Small inputs have several splits of several tiles; fresh memory is NaN."""
+    with pytest.MonkeyPatch.context() as patch, strict_memory():
+        patch.setattr(kernels, "tile", lambda *_: SMALL_TILE)
+        patch.setattr(kernels, "PROGRAMS", 4)
+        yield
+
+
+def attend(inputs: Inputs, impl: str, key_mask: Tensor | None = None, **options: Any) -> Tensor:
+    function: Callable[..., Tensor] = smlk_attention if "shift" in inputs else mlk_attention
+    return function(**inputs, key_mask=key_mask, impl=impl, **options)
+
+
+def incoming(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient that depends on the shape alone, and that `dtype` can hold."""
+    angles = torch.linspace(-1, 4, output.numel(), dtype=torch.float64)
+    return angles.cos().view(output.shape).to(dtype).to(output.device, output.dtype)
+
+
+def run(inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Output and gradients, on the CPU in float64."""
+    device = DEVICE if impl == "triton" else "cpu"
+    leaves = {name: tensor.detach().to(device).requires_grad_() for name, tensor in inputs.items()}
+    output = attend(leaves, impl, None if mask is None else mask.to(device))
+    grad = incoming(output, dtype or output.dtype)
+    results = output, *torch.autograd.grad(output, list(leaves.values()), grad)
+    return {name: x.detach().cpu().double() for name, x in zip(["output", *inputs], results, strict=True)}
+
+
+def sizes(inputs: Inputs, mask: Tensor | None) -> dict[str, float]:
+    """Of the terms behind each result, since what cancels is to be judged by them. With values and incoming gradients
+    of one sign all terms that a gradient has by way of the numerator have one; those of the denominator are as large.
+    """
+    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
+    query, key, value = leaves["query"], leaves["key"], leaves["value"]
+    checked = linear._check(query, key, leaves.get("shift"), value.abs(), leaves.get("log_prior"), "elu", mask)
+    sums = linear._dense(*linear._prepare(query, key, leaves.get("shift"), *checked), False)
+    total = sums[..., -1:].detach()
+    output = torch.where(total == 0, 0, sums[..., :-1] / torch.where(total == 0, 1, total))
+    grads = torch.autograd.grad(output, list(leaves.values()), incoming(output, output.dtype).abs())
+    return {name: float(x.detach().norm()) for name, x in zip(["output", *inputs], (output, *grads), strict=True)}
+
+
+def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Inputs:
+    """Shifts and priors are float32, as parameters are."""
+    return {
+        name: tensor.detach().to(torch.float32 if name in ("shift", "log_prior") else dtype)
+        for name, tensor in case.inputs(scale=scale).items()
+    }
+
+
+def assert_right(inputs: Inputs, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """What the kernels give, if its errors are those of the arithmetic: relative to the terms of a sum, one rounding of
+    the largest exponent in float32, and in half precision one of a factor to eleven bits; and then one of the result.
+    """
+    dtype = inputs["query"].dtype
+    exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", mask, dtype)
+    got, size = run(inputs, "triton", mask), sizes(inputs, mask)
+    largest = [inputs["query"], component_keys(inputs), *(inputs[name] for name in ("log_prior",) if name in inputs)]
+    exponent = sum(float(x[x.isfinite()].abs().max()) for x in largest if x.numel())
+    rounding = torch.finfo(torch.float32).eps * (1 + exponent) + (2**-11 if dtype != torch.float32 else 0)
+    for name, want in exact.items():
+        bound = rounding * size[name] + torch.finfo(dtype).eps / 2 * float(want.norm())
+        error = float((got[name] - want).norm())
+        assert error <= bound, f"{name}: error {error:.2e}, bound {bound:.2e}"
+    return got
+
+
+@settings(max_examples=8)
+@given(
+    case=cases(
+        Nq=st.integers(1, 40), Nk=st.integers(1, 40), D=st.integers(1, 20), Dv=st.integers(1, 20), variance=None,
+        e_step="soft", is_causal=False,
+    )
+)  # fmt: skip
+def test_agrees_with_the_reference(case: Case) -> None:
+    assert_right(numbers(case), case.key_mask())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        PLAIN,
+        replace(CASE, variant="mgk", M=3, prior="position", D=9, Dv=33),
+        replace(CASE, M=2, Nq=37, Nk=21, D=33, Dv=16),
+        replace(CASE, M=4, prior="position", masked=True),
+    ],
+    ids=["linear", "projected", "shifted", "masked"],
+)
+def test_every_precision(case: Case, dtype: torch.dtype) -> None:
+    assert_right(numbers(case, dtype), case.key_mask())
+
+
+def test_products_in_tf32_where_the_user_allows_them() -> None:
+    """Of float32: they cost eleven bits, and are not used otherwise (`assert_right` would see it)."""
+    inputs = numbers(CASE)
+    torch.set_float32_matmul_precision("high")
+    try:
+        got = run(inputs, "triton")["output"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    want = run({name: tensor.double() for name, tensor in inputs.items()}, "reference")["output"]
+    assert 2**-14 < float((got - want).norm() / want.norm()) < 4 * 2**-11
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_the_tiles_in_use(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the other tests."""
+    monkeypatch.setattr(kernels, "tile", tiles_in_use)
+    case = replace(CASE, B=1, H=1, Nq=70, Nk=70, D=width, Dv=width)
+    assert_right(numbers(case, torch.bfloat16))
+
+
+@pytest.mark.parametrize("programs", [1, 10**6])
+def test_splits_are_joined(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split, whose sums are the state; and one for every tile, with exponents that differ from split to split."""
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    inputs = numbers(CASE)
+    inputs["key"] -= torch.linspace(0, 200, CASE.Nk)[:, None]
+    assert_right(inputs)
+
+
+def test_the_number_of_splits() -> None:
+    assert kernels.split(0, 16, 4) == (1, 0)
+    assert kernels.split(53, 16, 2) == (2, 2)  # four programs are enough
+    assert kernels.split(53, 16, 1) == (4, 1)
+    assert kernels.split(53, 16, 100) == (1, 4)
+    assert kernels.split(16 * 9, 16, 1) == (3, 3)  # no split is left without a tile
+
+
+BATCH = replace(CASE, B=2, H=1, prior="position")
+MASKS = {
+    "padding": torch.arange(37)[None] < torch.tensor([9, 37])[:, None],
+    "holes": torch.arange(74).view(2, 37) % 3 > 0,
+    "a tile": (torch.arange(37)[None] // 16 != torch.tensor([1, 0])[:, None]),
+    "left": torch.arange(37)[None] >= torch.tensor([33, 3])[:, None],
+    "everything": torch.arange(37)[None].expand(2, 37) < torch.tensor([0, 20])[:, None],
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "mask"), [*(("smgk", mask) for mask in MASKS), ("mgk", "padding"), ("mgk", "everything")]
+)
+def test_masks(variant: str, mask: str) -> None:
+    got, hidden = assert_right(numbers(replace(BATCH, variant=variant)), MASKS[mask]), ~MASKS[mask]
+    assert not got["key"].movedim(-2, 1)[hidden].any()
+    assert not got["value"].movedim(-2, 1)[hidden].any()
+    assert not got["output"][hidden.all(1)].any()
+    assert not got["query"][hidden.all(1)].any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_hidden_keys_hold_does_not_matter(variant: str) -> None:
+    inputs, mask, results = numbers(replace(BATCH, variant=variant)), MASKS["holes"] & MASKS["padding"], []
+    for content in (0.0, torch.nan):
+        changed = {name: inputs[name].clone() for name in ("key", "value")}
+        for tensor in changed.values():
+            tensor.movedim(-2, 1)[~mask] = content
+        results.append(run({**inputs, **changed}, "triton", mask))
+    for name, one in results[0].items():
+        assert torch.equal(one, results[1][name]), name
+
+
+@pytest.mark.parametrize(("variant", "dtype"), [("mgk", torch.bfloat16), ("smgk", torch.float32)])
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 300.0])
+def test_every_range_of_numbers(scale: float, variant: str, dtype: torch.dtype) -> None:
+    assert_right(numbers(replace(BATCH, variant=variant), dtype, scale), MASKS["padding"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_that_no_key_has(dtype: torch.dtype) -> None:
+    """Entries of -1e4, of all keys in one feature, of one head in all: exp(-1e4) is zero, and yet they are compared."""
+    inputs = numbers(replace(CASE, variant="mgk"), dtype)
+    inputs["key"][:, 0, ..., 3] = -1e4
+    inputs["key"][:, 1] -= 1e4
+    inputs["query"][:, 1, ::2] -= 1e4
+    assert_right(inputs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_priors_of_any_size(variant: str) -> None:
+    """From e^-400 to e^400; and none at all, of a component, of a position, of a head."""
+    inputs = numbers(replace(CASE, variant=variant, prior="position"))
+    inputs["log_prior"] += torch.linspace(-400, 400, CASE.Nk)
+    assert_right(inputs)
+    inputs = numbers(replace(CASE, variant=variant, prior="position"))
+    inputs["log_prior"][:, 0, ::3] = -torch.inf
+    inputs["log_prior"][:, :, ::4] = -torch.inf
+    inputs["log_prior"][1] = -torch.inf
+    assert not assert_right(inputs)["output"][:, 1].any()
+
+
+@pytest.mark.parametrize("sizes", [{"Nq": 0}, {"Nk": 0}, {"Nq": 0, "Nk": 0}, {"B": 0}, {"Dv": 0}], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_to_read_is_zero_and_has_gradients_of_zero(variant: str, sizes: dict[str, int]) -> None:
+    case = replace(CASE, variant=variant, prior="position", **sizes)  # type: ignore[arg-type]
+    for name, tensor in run(numbers(case), "triton", torch.ones(case.B, case.Nk, dtype=torch.bool)).items():
+        assert (tensor == 0).all(), name
+
+
+def test_a_query_that_is_not_a_number_shows() -> None:
+    inputs = numbers(CASE, torch.bfloat16)
+    inputs["query"][0, 0, 5, 2] = torch.nan
+    output = run(inputs, "triton")["output"]
+    assert output[0, 0, 5].isnan().all()
+    assert not output[0, 0, :5].isnan().any()
+
+
+def test_strided_inputs_keep_their_layout() -> None:
+    """(B,N,H,D) in memory, as projections leave it: no copy before, none after."""
+    query, key, value = torch.randn(3, 2, 33, 2, 16).transpose(2, 3).to(DEVICE).unbind(0)
+    results = []
+    for inputs in ((query, key, value), tuple(x.contiguous() for x in (query, key, value))):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        output = linear_attention(*leaves, impl="triton")
+        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    assert all(x.transpose(1, 2).is_contiguous() for x in results[0])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    columns = query.mT.contiguous().mT  # not even rows are contiguous
+    assert torch.equal(linear_attention(columns, key, value, impl="triton"), results[0][0])
+
+
+def test_the_same_bits_every_time() -> None:
+    inputs = numbers(replace(BATCH, variant="mgk"), torch.bfloat16)
+    one, other = (run(inputs, "triton", MASKS["holes"]) for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_linear_attention_is_one_component() -> None:
+    inputs = numbers(PLAIN)
+    there = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+    output = attend(there, "triton")
+    for feature_map in ("elu", elu):
+        single = linear_attention(
+            there["query"], there["key"][:, :, 0], there["value"], feature_map=feature_map, impl="triton"
+        )
+        assert torch.equal(single, output)
+
+
+def leaves_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: tensor.to(DEVICE).requires_grad_() for name, tensor in numbers(case, dtype).items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_operators_pass_opcheck(variant: str) -> None:
+    inputs = leaves_of(replace(CASE, variant=variant, prior="position", B=1, Nq=20, Nk=20))
+    mask = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
+    arguments = *(inputs.get(name) for name in ("query", "key", "shift", "value", "log_prior")), mask
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(kernels.linear_forward.op, arguments, test_utils=tests)
+    output, state = kernels.linear_forward(*arguments)
+    detached = [None if x is None else x.detach() for x in (output, *arguments, state)]
+    torch.library.opcheck(kernels.linear_backward.op, tuple(detached), test_utils=tests)
+
+
+def test_compiles_as_one_graph() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    inputs, mask = leaves_of(BATCH), MASKS["padding"].to(DEVICE)
+    results = []
+    for function in (compiled, attend):
+        output = function(inputs, "triton", mask)
+        results.append([output, *torch.autograd.grad(output.square().sum(), list(inputs.values()))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_autocast_changes_nothing() -> None:
+    inputs = {name: tensor.detach() for name, tensor in leaves_of(CASE).items()}
+    with torch.autocast(DEVICE, torch.bfloat16):
+        inside = attend(inputs, "triton")
+    assert torch.equal(inside, attend(inputs, "triton"))
+
+
+@pytest.mark.parametrize("variant", ["linear", "mlk", "smlk"])
+def test_flops_are_those_of_the_formula(variant: str) -> None:
+    case = replace(CASE, variant="smgk" if variant == "smlk" else "mgk", M=1 if variant == "linear" else 2)
+    inputs = leaves_of(case)
+    counts = []
+    with FlopCounterMode(display=False) as counter:
+        output = attend(inputs, "triton")
+    counts.append(counter.get_total_flops())
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()  # type: ignore[no-untyped-call]
+    counts.append(counter.get_total_flops())
+    expected = cost.attention_flops(
+        cost.Dimensions(
+            variant=variant, heads=case.H, head_dim=case.D, value_dim=case.Dv, queries=case.Nq, keys=case.Nk,
+            batch=case.B, components=case.M,
+        )
+    )  # fmt: skip
+    assert counts == [expected.forward, expected.backward]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_graph_captures_it() -> None:
+    inputs, mask = leaves_of(BATCH, torch.bfloat16), MASKS["padding"].to(DEVICE)
+
+    def step() -> list[Tensor]:
+        output = attend(inputs, "auto", mask)
+        return [output, *torch.autograd.grad(output.float().square().sum(), list(inputs.values()))]
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
+
+
+class FakeCuda:
+    """What the choice of an implementation looks at of a tensor on CUDA."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device, self.dtype, self.shape = torch.device("cuda"), tensor.dtype, tensor.shape
+
+
+def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {name: tensor.detach() for name, tensor in leaves_of(PLAIN).items()}
+    wide = torch.randn(1, 1, 1, 2, 129, device=DEVICE)
+    with pytest.raises(ValueError, match=r"'triton' needs head widths D and Dv up to 128.*, got 129 and 129"):
+        mlk_attention(wide[:, :, 0], wide, wide[:, :, 0], impl="triton")
+    with pytest.raises(ValueError, match=r"'triton' has the feature map 'elu' alone where is_causal=False, got dpfp"):
+        attend(inputs, "triton", feature_map="dpfp")
+    with pytest.raises(ValueError, match=r"'triton' needs float32 or half on CUDA, got torch.float64 on"):
+        attend({name: tensor.double() for name, tensor in inputs.items()}, "triton")
+    monkeypatch.setattr(linear, "HAS_TRITON", False)
+    with pytest.raises(ImportError, match=r"'triton' needs Triton, which is not installed: pip install 'mgk\[gpu\]'"):
+        attend(inputs, "triton")
+    monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"'triton' needs float32 or half on CUDA, got torch.float32 on cpu"):
+        attend({name: tensor.cpu() for name, tensor in inputs.items()}, "triton")
+
+
+def test_auto_takes_the_kernels_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = numbers(PLAIN)
+    on_gpu: Any = FakeCuda(inputs["query"])
+    monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
+    assert linear._kernel_obstacle(on_gpu, inputs["value"], elu) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(kernels, "linear_attention", lambda *_: pytest.fail("on a CPU"))
+    assert torch.equal(attend(inputs, "auto"), attend(inputs, "blockwise"))
