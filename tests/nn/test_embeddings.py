@@ -1,4 +1,6 @@
-"""Positions: the sinusoids and rotations are their formulas, and turned mixtures see differences of positions alone."""
+"""Tables are tables, however few their symbols. Positions: the sinusoids and rotations are their formulas, and turned
+mixtures see differences of positions alone.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mgk
 from mgk.nn import MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions
-from mgk.nn.embeddings import rotate
+from mgk.nn.embeddings import FEW, Embedding, rotate
 from tests.nn.common import EXACT, KINDS, make, normal
 
 HEAD, TURNING = 8, 4
@@ -34,6 +36,41 @@ def turned(x: Tensor, positions: Tensor, rotary_dim: int = TURNING) -> Tensor:
     frequency[:turning] = 10_000.0 ** (-torch.arange(turning, dtype=torch.float64) / turning)
     result = torch.complex(x[..., :planes], x[..., planes:]) * torch.exp(1j * positions[..., None] * frequency)
     return torch.cat([result.real, result.imag], -1)
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 7), (2, 64), (0,)])
+@pytest.mark.parametrize("vocabulary", [5, FEW, FEW + 1])
+def test_a_table_is_pytorchs(shape: tuple[int, ...], vocabulary: int) -> None:
+    """Rows and gradients, of a table of few symbols and of many; symbols that do not occur get zero."""
+    tokens = torch.randint(0, vocabulary - 1, shape, generator=torch.Generator().manual_seed(0))
+    results = []
+    for kind in (Embedding, nn.Embedding):
+        module = kind(vocabulary, 3, dtype=torch.float64)
+        module.load_state_dict({"weight": normal(vocabulary, 3)})
+        output = module(tokens)
+        torch.autograd.backward(output, normal(*shape, 3, seed=1))
+        results.append([output, module.weight.grad])
+    torch.testing.assert_close(results[0], results[1], **EXACT)
+
+
+def test_a_table_of_few_symbols_differentiates() -> None:
+    """Twice, and by torch.func, as any table does; the tokens are not sorted on the way."""
+    module, tokens = Embedding(5, 3, dtype=torch.float64), torch.tensor([[4, 0, 0], [2, 4, 1]])
+
+    def look_up(table: Tensor) -> Tensor:
+        return torch.func.functional_call(module, {"weight": table}, tokens)  # type: ignore[no-any-return]
+
+    table = normal(5, 3).requires_grad_()
+    assert torch.autograd.gradcheck(look_up, table)
+    assert torch.autograd.gradgradcheck(look_up, table)
+
+    def loss(table: Tensor) -> Tensor:
+        return (look_up(table) * normal(2, 3, 3)).sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(table.detach()), torch.autograd.grad(loss(table), table)[0])
+    with torch.profiler.profile() as seen:
+        torch.autograd.backward(loss(table))
+    assert not any("embedding_dense_backward" in event.key for event in seen.key_averages())
 
 
 def test_sinusoids() -> None:

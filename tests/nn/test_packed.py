@@ -1,4 +1,4 @@
-"""Softmax attention of packed rows is that of the padded ones, wherever the padding is; no number beyond it is read.
+"""Attention of packed rows is that of the padded ones, wherever the padding is; no number beyond it is read.
 
 B batch, H heads, N positions, D width of a head, T = B N rows.
 """
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn import Block, MixtureAttention, softmax
-from tests.nn.common import EXACT, normal
+from mgk.nn.packing import Packing, real_first, sums_of
+from tests.nn.common import EXACT, KINDS, make, normal
 
 LENGTHS = (7, 3, 0, 5)
 RIGHT = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
@@ -118,6 +119,109 @@ def test_other_masks_are_not_packed(kernel: list[float]) -> None:
     assert kernel == []
     assert alone[1, 3:].any()
     torch.testing.assert_close(other[~RIGHT], alone[~RIGHT], **EXACT)
+
+
+@pytest.mark.parametrize("place", MASKS)
+def test_real_first(place: str) -> None:
+    real = MASKS[place].flatten()
+    place_of, order = real_first(real)
+    torch.testing.assert_close(order, torch.argsort(~real, stable=True), rtol=0, atol=0)
+    torch.testing.assert_close(place_of[order], torch.arange(len(real)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "softmax in the kernel"])
+@pytest.mark.parametrize("place", MASKS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("spare", [0, 3])
+def test_packed_rows(kind: str, place: str, is_causal: bool, spare: int, request: pytest.FixtureRequest) -> None:
+    """Values, gradients and M-steps; rows behind the tokens change nothing and get no gradient, whatever is in them."""
+    mask = MASKS[place]
+    size = min(int(mask.sum()) + spare, mask.numel())
+    packing, x, grad = Packing(mask, size), normal(4, 7, 12), normal(4, 7, 12, seed=1)
+    results = []
+    for packed in (False, True):
+        module = make(kind.split()[0]).train()
+        if packed and kind not in KINDS:
+            request.getfixturevalue("kernel")
+        given = (torch.cat([x[mask], 1e3 * normal(size, 12)])[:size] if packed else x.clone()).requires_grad_()
+        if packed:
+            output, _ = module(given, packing=packing, is_causal=is_causal)
+            assert output.isfinite().all()
+            torch.autograd.backward(output[~packing.spare], grad[mask])
+            assert given.grad is not None
+            assert not given.grad[packing.spare].any()
+            found = [output[~packing.spare], given.grad[~packing.spare]]
+        else:
+            output, _ = module(given, key_padding_mask=~mask, query_padding_mask=~mask, is_causal=is_causal)
+            torch.autograd.backward(output[mask], grad[mask])
+            assert given.grad is not None
+            found = [output[mask], given.grad[mask]]
+        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        results.append([*found, gradients, dict(module.named_buffers())])
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "smgk"])
+def test_packed_rows_under_hooks(kind: str) -> None:
+    """Whoever looks at a projection sees it called, and nothing else changes."""
+    module, packing, seen = make(kind), Packing(RIGHT, 17), []
+    expected, _ = module(normal(17, 12), packing=packing)
+    module.key_proj.register_forward_hook(lambda *call: seen.append(call[2].shape))
+    output, _ = module(normal(17, 12), packing=packing)
+    torch.testing.assert_close(output, expected, **EXACT)
+    assert seen == [(1, 17, 12)]
+
+
+def test_what_does_not_go_with_packed_rows() -> None:
+    attention, packing = make("smgk"), Packing(RIGHT, 20)
+    for extra in ({"key": normal(20, 12)}, {"key_padding_mask": ~RIGHT}, {"need_weights": True}):
+        with pytest.raises(ValueError, match="packing: expected at most is_causal and rotary"):
+            attention(normal(20, 12), packing=packing, **extra)
+    with pytest.raises(ValueError, match="query: expected"):
+        attention(normal(20, 11), packing=packing)
+    with pytest.raises(ValueError, match=r"key: expected at most 16 positions \(prior_positions\), got 17"):
+        make("smgk-positions")(normal(9, 12), packing=Packing(torch.arange(34).view(2, 17) % 4 == 0, 9))
+
+
+@pytest.mark.parametrize("place", MASKS)
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("width", [3, 5])  # fewer and more than sequences
+def test_sum_of_packed_rows(place: str, spare: int, width: int) -> None:
+    mask = MASKS[place]
+    packing = Packing(mask, min(int(mask.sum()) + spare, mask.numel()))
+    x = normal(4, 7, width).requires_grad_()
+    expected = x.masked_fill(~mask[..., None], 0).sum(1)
+    total = packing.sum(packing.pack(x))
+    torch.testing.assert_close(total, expected, **EXACT)
+    grad = normal(4, width, seed=1)
+    results = [torch.autograd.grad(each, x, grad) for each in (total, expected)]
+    torch.testing.assert_close(results[0], results[1], **EXACT)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 31, 384])  # in 128 parts, in one, in one, in 128
+def test_sums_of_groups(rows: int) -> None:
+    """What is in no group is left out. Autocast rounds nothing: errors are of float32, of sums of the order of 10."""
+    x, group = normal(rows, 5), torch.arange(rows) % 7 - 1
+    expected = torch.stack([x[group == each].sum(0) for each in range(4)])
+    torch.testing.assert_close(sums_of(x, group, 4), expected, **EXACT)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sums_of(x.float(), group, 4)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@gpu
+def test_packed_rows_on_a_gpu() -> None:
+    """The real kernel on rows as they come out of the projection, against float64: a few roundings (2^-8)."""
+    mask, results = MASKS["holes"].cuda(), []
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.manual_seed(0)
+        module = MixtureAttention(16, 2, variant="softmax", dtype=torch.float64).to("cuda", dtype)
+        packing = Packing(mask, int(mask.sum()) + 2)
+        x = normal(len(packing.rows), 16).to("cuda", dtype).requires_grad_()
+        output, _ = module(x, packing=packing)
+        torch.autograd.backward(output[:-2], normal(len(x) - 2, 16, seed=1).to(output))
+        results.append([each.double() for each in (output[:-2], x.grad)])  # type: ignore[union-attr]
+    torch.testing.assert_close(*results, rtol=0.04, atol=0.04)
 
 
 @gpu

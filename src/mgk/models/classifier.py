@@ -47,12 +47,14 @@ class Classifier(nn.Module):
 
     def pooled(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """The mean of what the encoder makes of the real tokens (B,E), or their sum / max_length (pooling="padded")."""
-        x: Tensor = self.encoder(tokens, mask, positions)
-        if mask is not None:
-            x = x.masked_fill(~mask[..., None], 0)
+        x, packing = self.encoder.rows(tokens, mask, positions)
+        if packing is not None:
+            total = packing.sum(x)
+        else:
+            total = (x if mask is None else x.masked_fill(~mask[..., None], 0)).sum(1)
         if self.config.pooling == "padded":
-            return x.sum(1) / self.config.max_length
-        return x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+            return total / self.config.max_length
+        return total / (x.shape[1] if mask is None else mask.sum(1, keepdim=True).clamp(min=1))
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of a batch with "tokens", "label" and, unless nothing is padded, "mask"."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mgk.models.config import ClassifierConfig, LanguageModelConfig, TransformerConfig
 from mgk.nn import Block, MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions, Stack, StackCache
+from mgk.nn.embeddings import Embedding
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 
@@ -61,7 +62,7 @@ class TokenEncoder(nn.Module):
     def __init__(self, config: ClassifierConfig | LanguageModelConfig, *, causal: bool = False) -> None:
         super().__init__()
         self.max_length = config.max_length
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.tokens = Embedding(config.vocabulary, config.width)
         nn.init.normal_(self.tokens.weight, std=EMBEDDING_STD)
         self.positions: nn.Module
         rotary_dim = 0
@@ -94,6 +95,17 @@ class TokenEncoder(nn.Module):
             positions: (B,N), of the new tokens; None counts on from the cache.
             cache: of `new_cache`, with the tokens before these.
         """
+        x, packing = self.rows(tokens, mask, positions, cache)
+        return x if packing is None else packing.unpack(x)
+
+    def rows(
+        self,
+        tokens: Int[Tensor, "b n"] | Int[Tensor, " t"],
+        mask: Bool[Tensor, "b nk"] | None = None,
+        positions: Int[Tensor, "b n"] | None = None,
+        cache: StackCache | None = None,
+    ) -> tuple[Float[Tensor, "b n e"] | Float[Tensor, "t e"], Packing | None]:
+        """The same, but what came packed stays so, and how it is packed."""
         start = 0 if cache is None else cache.length
         length = self._check(tokens, mask, positions, start)
         packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
@@ -105,9 +117,8 @@ class TokenEncoder(nn.Module):
         else:
             place = self._place(positions, start, length, x)
             x = x + (place if packing is None else packing.pack(place.expand(*packing.shape, -1)))
-        padding = None if mask is None else ~mask
-        x = self.stack(self.dropout(x), padding, rotary, cache, packing)
-        return x if packing is None else packing.unpack(x)
+        padding = None if mask is None or packing is not None else ~mask
+        return self.stack(self.dropout(x), padding, rotary, cache, packing), packing
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         return self.stack.new_cache(batch_size, capacity)

@@ -120,7 +120,10 @@ def check_rotary(rotary_dim: object, head_dim: int, variant: str) -> int:
     return rotary_dim
 
 
-def check_rotation(rotary: object, rotary_dim: int, query: Tensor, head_dim: int, is_self: bool) -> None:
+def check_rotation(
+    rotary: object, rotary_dim: int, shape: tuple[int, ...], head_dim: int, is_self: bool
+) -> None:  # fmt: skip
+    """For queries of the shape (B,Nq,...)."""
     if not rotary_dim:
         if rotary is not None:
             raise ValueError(f"rotary: expected None for a module without rotary_dim, got {type(rotary).__name__}")
@@ -131,9 +134,9 @@ def check_rotation(rotary: object, rotary_dim: int, query: Tensor, head_dim: int
         )
     if not is_self:
         raise ValueError("rotary: expected self-attention (key=None), got a key of its own")
-    batch = len(rotary.cos) if len(rotary.cos) == 1 else len(query)
+    batch = len(rotary.cos) if len(rotary.cos) == 1 else shape[0]
     for name, part in rotary._asdict().items():
-        check.check_shape(f"rotary.{name}", part, "B,Nq,D", (batch, query.shape[1], head_dim))
+        check.check_shape(f"rotary.{name}", part, "B,Nq,D", (batch, shape[1], head_dim))
 
 
 def check_cache(

@@ -27,8 +27,9 @@ from mgk.nn.arguments import (
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, rotate, still_part
 from mgk.nn.means import update_means
+from mgk.nn.packing import Packing
 from mgk.nn.prior import mean_key, prior_statistics, update_log_prior
-from mgk.nn.softmax import softmax_attention, softmax_weights
+from mgk.nn.softmax import packed_softmax_attention, softmax_attention, softmax_weights
 from mgk.ops import api
 from mgk.ops import arguments as check
 from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
@@ -223,6 +224,7 @@ class MixtureAttention(nn.Module):
         cache: KeyValueCache | StateCache | None = None,
         query_padding_mask: Bool[Tensor, "b nq"] | Bool[Tensor, " nq"] | None = None,
         rotary: Rotation | None = None,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention of `query`, or cross-attention to `key` and `value`.
 
@@ -241,11 +243,17 @@ class MixtureAttention(nn.Module):
             is_causal: a query sees the keys up to its own position; the last query sees every key.
             cache: of `new_cache`. `query` then holds the positions after those in the cache and is added to it. Such a
                 call is causal, is not differentiated, and moves no prior.
+            packing: of the batch, instead of its padding: `query` and the output are then packed, (T,E).
 
         Returns:
             The output (B,Nq,E), and A as (B,Nq,Nk) or (B,H,Nq,Nk) if asked for, else None.
         """
         check.check_flag("is_causal", is_causal)
+        if packing is not None:
+            others = (key, value, key_padding_mask, attn_mask, cache, query_padding_mask)
+            if need_weights or any(other is not None for other in others):
+                raise ValueError("packing: expected at most is_causal and rotary beside query and packing, got more")
+            return self._packed(query, packing, is_causal, rotary), None
         if key is None and value is not None:
             raise ValueError("value: expected None where key is None, got a tensor")
         is_self = key is None or key is query
@@ -263,12 +271,9 @@ class MixtureAttention(nn.Module):
                 cache, StateCache if self.variant in LINEAR else KeyValueCache, len(query), is_self, need_weights
             )
         num_keys = key.shape[1] + (0 if cache is None else cache.length)
-        if self.log_prior is not None and self.log_prior.dim() == 3 and num_keys > self.log_prior.shape[2]:
-            raise ValueError(
-                f"key: expected at most {self.log_prior.shape[2]} positions (prior_positions), got {num_keys}"
-            )
+        self._check_positions(num_keys)
         is_causal = check_attn_mask(attn_mask, is_causal, query.shape[1], num_keys)
-        check_rotation(rotary, self.rotary_dim, query, self.head_dim, is_self)
+        check_rotation(rotary, self.rotary_dim, query.shape, self.head_dim, is_self)
         mask = key_mask("key_padding_mask", key_padding_mask, "B,Nk", (len(query), num_keys), query)
         if query_padding_mask is key_padding_mask and num_keys == query.shape[1]:
             query_mask = mask
@@ -282,20 +287,16 @@ class MixtureAttention(nn.Module):
                 q, k = rotate(q, rotary), rotate(k, rotary)
             if isinstance(cache, KeyValueCache):
                 k, v = cache.append(k, v)
-            if self.variant == "softmax":
-                heads, weights = self._softmax(q, k, v, seen, query_mask, need_weights)
-            elif self.variant in GAUSSIAN:
-                heads, weights = self._gaussian(q, k, v, seen, query_mask, need_weights)
-            elif isinstance(cache, StateCache):
+            if isinstance(cache, StateCache):
                 heads, weights = self._linear_step(q, k, v, seen, cache), None
             else:
-                heads, weights = self._linear(q, k, v, seen, need_weights)
+                heads, weights = self._attend(q, k, v, seen, query_mask, need_weights)
             if query_mask is not None and self.variant not in GAUSSIAN:  # whose operators take it
                 heads = heads.masked_fill(~query_mask[:, None, :, None], 0)
             if query_mask is not None and weights is not None:
                 weights = weights.masked_fill(~query_mask[:, None, :, None], 0)
             output = self.out_proj(heads.transpose(1, 2).flatten(2))
-        if self.moving and self.training and self.moves and cache is None:
+        if self._steps and cache is None:
             self._m_step(q, k, seen, mask if query_mask is None and is_self else query_mask)
         if weights is not None:
             weights = weights.mean(1) if average_attn_weights else weights
@@ -308,16 +309,44 @@ class MixtureAttention(nn.Module):
             text += f", num_components={self.num_components}, e_step={self.e_step}, prior={self.prior_kind}"
         return text + f", causal={self.causal}, dropout={self.dropout}"
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B,H,Nq,D), keys (B,H,Nk,D) or (B,H,M,Nk,D), values (B,H,Nk,D)."""
+    def _packed(
+        self, x: Float[Tensor, "t e"], packing: Packing, is_causal: bool, rotary: Rotation | None
+    ) -> Float[Tensor, "t e"]:
+        """Self-attention of a packed batch: it is spread out for the operators that need that, and no longer."""
+        x = check.check_tensor("query", x, "T,E")[None]
+        self._check_inputs(x, x, x)
+        self._check_positions(packing.shape[1])
+        check_rotation(rotary, self.rotary_dim, packing.shape, self.head_dim, True)
+        is_causal = is_causal or self.causal
+        if self.variant == "softmax" and rotary is None:
+            options: Options = {"is_causal": is_causal, "dropout_p": self._dropout_p, "impl": self.impl}
+            heads = packed_softmax_attention(*self._project(x, x, x), packing, **options)
+            return self.out_proj(heads.transpose(1, 2).flatten(2).squeeze(0))  # type: ignore[no-any-return]
+        q, k, v = self._project(x, x, x, packing)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        seen: Options = {"is_causal": is_causal, "key_mask": packing.mask}
+        heads, _ = self._attend(q, k, v, seen, packing.mask, False)
+        if self._steps:
+            self._m_step(q, k, seen, packing.mask)
+        return self.out_proj(packing.pack(heads.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B,H,Nq,D), keys (B,H,Nk,D) or (B,H,M,Nk,D), values (B,H,Nk,D); with `packing` of (1,T,E)."""
+
+        def spread(x: Tensor) -> Tensor:
+            return x if packing is None else packing.unpack(x.squeeze(0))
+
         if key is query and value is query and all(map(plain_linear, self._inputs)):
             # One product reads x once, forward and backward: on a GPU 4% to 6% of a training step at width 64.
             weight = torch.cat([projection.weight for projection in self._inputs])
             bias = None if self.query_proj.bias is None else torch.cat([part.bias for part in self._inputs])
             sizes = [projection.out_features for projection in self._inputs]
-            q, k, v = torch.split(nn.functional.linear(query, weight, bias), sizes, -1)
+            q, k, v = torch.split(spread(nn.functional.linear(query, weight, bias)), sizes, -1)
         else:
-            q, k, v = self.query_proj(query), self.key_proj(key), self.value_proj(value)
+            q, k, v = spread(self.query_proj(query)), spread(self.key_proj(key)), spread(self.value_proj(value))
         heads = (self.num_heads, self.head_dim)
         q, v = (x.view(*x.shape[:2], *heads).transpose(1, 2) for x in (q, v))
         if self.variant not in PROJECTED:
@@ -331,6 +360,22 @@ class MixtureAttention(nn.Module):
     @property
     def _inputs(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.query_proj, self.key_proj, self.value_proj
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Options,
+        query_mask: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads (B,H,Nq,D), and A if it is asked for."""
+        if self.variant == "softmax":
+            return self._softmax(query, key, value, seen, query_mask, need_weights)
+        if self.variant in GAUSSIAN:
+            return self._gaussian(query, key, value, seen, query_mask, need_weights)
+        return self._linear(query, key, value, seen, need_weights)
 
     def _softmax(
         self,
@@ -426,8 +471,19 @@ class MixtureAttention(nn.Module):
             update_means(self.shift, self.log_variance, mixture["log_prior"], query, key, **seen, query_mask=query_mask)
 
     @property
+    def _steps(self) -> bool:
+        """Whether a forward pass is an M-step too."""
+        return bool(self.moving) and self.training and self.moves
+
+    @property
     def _dropout_p(self) -> float:
         return self.dropout if self.training else 0.0
+
+    def _check_positions(self, num_keys: int) -> None:
+        if self.log_prior is not None and self.log_prior.dim() == 3 and num_keys > self.log_prior.shape[2]:
+            raise ValueError(
+                f"key: expected at most {self.log_prior.shape[2]} positions (prior_positions), got {num_keys}"
+            )
 
     def _check_inputs(self, query: object, key: object, value: object) -> None:
         query = check.check_tensor("query", query, "B,Nq,E")

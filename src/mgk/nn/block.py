@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import Rotation
+from mgk.nn.norm import LayerNorm
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.ops.cost import LINEAR
@@ -46,8 +47,8 @@ class Block(nn.Module):
         width = attention.embed_dim
         self.norm = check.check_choice("norm", norm, ("pre", "post"))
         self.attention = attention
-        self.attention_norm = nn.LayerNorm(width)
-        self.feed_forward_norm = nn.LayerNorm(width)
+        self.attention_norm = LayerNorm(width, narrow=norm == "pre")
+        self.feed_forward_norm = LayerNorm(width, narrow=norm == "pre")
         self.up = nn.Linear(width, check.check_count("hidden", hidden))
         self.activation = ACTIVATIONS[check.check_choice("activation", activation, ACTIVATIONS)]()
         self.down = nn.Linear(hidden, width)
@@ -63,7 +64,7 @@ class Block(nn.Module):
     ) -> Float[Tensor, "b n e"] | Float[Tensor, "t e"]:
         """`padding` is True where a position is padding; what comes out there means nothing.
 
-        With `packing`, of ~padding, `x` has the tokens of the batch one after the other, and so has what comes out.
+        With `packing` instead, `x` has the tokens of the batch one after the other, and so has what comes out.
         """
         if self.norm == "pre":
             x = x + self._attend(self.attention_norm(x), padding, rotary, cache, packing)
@@ -75,13 +76,14 @@ class Block(nn.Module):
         self, x: Tensor, padding: Tensor | None, rotary: Rotation | None, cache: KeyValueCache | StateCache | None,
         packing: Packing | None,
     ) -> Tensor:  # fmt: skip
-        x = x if packing is None else packing.unpack(x)
+        if packing is not None:
+            return self.dropout(self.attention(x, rotary=rotary, packing=packing)[0])  # type: ignore[no-any-return]
         queries = None
         # The linear family saves nothing by it; and a single query, the step of a decoder, is never padding.
         if padding is not None and self.attention.variant not in LINEAR and x.shape[1] > 1:
             queries = padding if padding.shape[1] == x.shape[1] else padding[:, -x.shape[1] :]
         output, _ = self.attention(x, key_padding_mask=padding, query_padding_mask=queries, rotary=rotary, cache=cache)
-        return self.dropout(output if packing is None else packing.pack(output))  # type: ignore[no-any-return]
+        return self.dropout(output)  # type: ignore[no-any-return]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down(self.dropout(self.activation(self.up(x)))))  # type: ignore[no-any-return]
@@ -99,7 +101,7 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         pre, width = layers[0].norm == "pre", layers[0].attention.embed_dim
-        self.final_norm = nn.LayerNorm(width) if pre else nn.Identity()
+        self.final_norm = LayerNorm(width) if pre else nn.Identity()
         self.recompute = check.check_flag("recompute", recompute)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:

@@ -1,4 +1,4 @@
-"""How positions enter a model: added to the embedding (sinusoidal), or as a rotation of queries and keys (rotary).
+"""Tables of few symbols; positions: added to the embedding (sinusoidal), or a rotation of queries and keys (rotary).
 
 Rotary positions and mixtures. A position i turns the two numbers of each plane of a head by an angle proportional to i,
 R_i. Queries and keys are turned, R_i q_i and R_j k_j, so that their product depends on j - i alone. With mixtures:
@@ -11,23 +11,55 @@ R_i. Queries and keys are turned, R_i q_i and R_j k_j, so that their product dep
   both hold, one product per pair and j - i alone. No other b_r will do: every R_i would have to leave it in place.
 - the linear family: phi is not linear, so phi(R_i q_i).phi(R_j k_j) is a function of i and j, with or without mixtures.
 
-B batch, N positions, E width of the model, D width of a head.
+B batch, N positions, T tokens, V symbols, E width of the model, D width of a head.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mgk.nn.packing import sums_of
 from mgk.ops import arguments as check
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 BASE = 10_000.0
+FEW = 64
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding(vocabulary, width)`; the gradient of a table of few symbols needs no sorting of the tokens."""
+
+    def forward(self, input: Int[Tensor, "*b"]) -> Float[Tensor, "*b e"]:
+        if self.num_embeddings > FEW or torch.compiler.is_compiling():  # which has a way of its own
+            return super().forward(input)
+        return LookUp.apply(self.weight, input)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class LookUp(torch.autograd.Function):
+    """table[index] of V rows, where V is small."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(table: Tensor, index: Tensor) -> Tensor:
+        return nn.functional.embedding(index, table)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        table, index = inputs
+        ctx.save_for_backward(index)
+        ctx.vocabulary = len(table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return sums_of(grad.reshape(-1, grad.shape[-1]), index.reshape(-1), ctx.vocabulary), None
 
 
 class SinusoidalPositions(nn.Module):

@@ -5,7 +5,7 @@ sequences of different lengths does them alone. It is softmax attention of the s
 of the work, which on bytes of reviews is 5/6, and without the mask that keeps SDPA off its fast kernels. All shapes are
 those of the padded batch and nothing is read on the host, so that a CUDA graph can hold it.
 
-B batch, H heads, N positions (Nq queries, Nk keys), D width of a head, Dv width of a value.
+B batch, H heads, N positions (Nq queries, Nk keys), T rows of a packed batch, D width of a head, Dv width of a value.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from mgk.nn.packing import Reorder, real_first
+from mgk.nn.packing import Packing
 from mgk.ops import api
 from mgk.ops.common import compute_dtype
 
@@ -79,19 +79,50 @@ def packed_attention(
     dropout_p: float,
 ) -> Float[Tensor, "b h n d"]:
     """Self-attention of the tokens where `mask` is True, wherever in a row they are; zero at the others."""
-    batch, heads, length, width = query.shape
-    real = mask.flatten()
-    place, order = real_first(real)
-    ends = pad(mask.sum(1).cumsum(0), (1, 0)).int()  # (B+1,): where each sequence begins, and the last one ends
-    hidden = ~real[:, None, None]
+    (batch, heads, length, width), packing = query.shape, Packing(mask, mask.numel())
+    q, k, v = (packing.pack(x.transpose(1, 2).flatten(2)).view(-1, heads, width) for x in (query, key, value))
+    output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p)
+    output = packing.unpack(output.flatten(1)).masked_fill(~mask[..., None], 0)
+    return output.view(batch, length, heads, width).transpose(1, 2)
+
+
+def row_attention(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "t h d"],
+    value: Float[Tensor, "t h d"],
+    packing: Packing,
+    *,
+    is_causal: bool,
+    dropout_p: float,
+) -> Float[Tensor, "t h d"]:
+    """Self-attention of a packed batch; zero behind its tokens."""
     # What the kernel does not write is not defined, in its gradients too: both masks put zeros there.
-    packed = [
-        Reorder.apply(x.transpose(1, 2).reshape(-1, heads, width).masked_fill(hidden, 0), order, place, None)  # type: ignore[no-untyped-call]
-        for x in (query, key, value)
-    ]
-    output = flash(packed[0], packed[1], packed[2], ends, length, is_causal, dropout_p)
-    output = Reorder.apply(output, place, order, None).masked_fill(hidden, 0)  # type: ignore[no-untyped-call]
-    return output.view(batch, length, heads, width).transpose(1, 2)  # type: ignore[no-any-return]
+    spare = packing.spare[:, None, None]
+    q, k, v = (x.masked_fill(spare, 0) if x.requires_grad else x for x in (query, key, value))
+    return flash(q, k, v, packing.ends, packing.shape[1], is_causal, dropout_p).masked_fill(spare, 0)
+
+
+def packed_softmax_attention(
+    query: Float[Tensor, "1 h t d"],
+    key: Float[Tensor, "1 h t d"],
+    value: Float[Tensor, "1 h t d"],
+    packing: Packing,
+    *,
+    is_causal: bool,
+    dropout_p: float,
+    impl: str,
+) -> Float[Tensor, "1 h t d"]:
+    """`softmax_attention` of a packed batch, which on a GPU is never spread out."""
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if can_be_packed(query, value):
+        output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p)
+        return output.transpose(0, 1)[None]
+    (_, heads, _, width), mask = query.shape, packing.mask
+    q, k, v = (packing.unpack(x.flatten(1)).view(*mask.shape, heads, width).transpose(1, 2) for x in (q, k, v))
+    output = softmax_attention(
+        q, k, v, is_causal=is_causal, key_mask=mask, dropout_p=dropout_p, impl=impl, query_mask=mask
+    )
+    return packing.pack(output.transpose(1, 2).flatten(2)).view(1, -1, heads, width).transpose(1, 2)
 
 
 def flash(
