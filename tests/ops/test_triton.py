@@ -19,7 +19,11 @@ from tests.ops.test_precision import eager
 from tests.ops.triton_env import DEVICE, rounded_exponent, strict_memory
 
 # isort: split
+import triton
+import triton.language as tl
+
 from mgk.ops import triton as kernels
+from mgk.ops.triton import primitives
 from mgk.ops.triton.bias import spans
 from mgk.ops.triton.tiles import Tile
 
@@ -366,6 +370,47 @@ def test_dropout_shows_one_mask_forward_and_backward(variant: str) -> None:
     want = torch.autograd.grad(weights, [dense["query"], dense["key"]], grad.double())
     for have, expected in zip(got, want, strict=True):
         assert torch.allclose(have.cpu().double(), expected, atol=1e-4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def dropout_kernel(SEED, OUT, threshold, size, KEYS_DOWN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    first_query, first_key = tl.program_id(0) * BM, tl.program_id(1) * BN
+    drop = primitives.dropout(SEED, tl.program_id(2), first_query, first_key, threshold, 1.0, KEYS_DOWN, BM, BN)
+    o_m, o_n = (first_query + tl.arange(0, BM))[:, None], (first_key + tl.arange(0, BN))[None, :]
+    tl.store(OUT + (tl.program_id(2) * size + o_m) * size + o_n, tl.trans(drop) if KEYS_DOWN else drop)
+
+
+def dropped(size: int, heads: int, p: float, rows: int, columns: int, keys_down: bool = False) -> Tensor:
+    """(heads,size,size), 1 where a pair is dropped."""
+    seed, out = torch.tensor([123456789], device=DEVICE), torch.empty(heads, size, size, device=DEVICE)
+    threshold, _ = kernels.dropout_numbers(p)
+    dropout_kernel[(size // rows, size // columns, heads)](seed, out, threshold, size, keys_down, rows, columns)
+    return 1 - out.cpu().double()
+
+
+def test_dropout_is_a_function_of_the_place() -> None:
+    """Whichever tile a pair is in, and whichever way the tile lies."""
+    whole = dropped(128, 2, 0.3, 128, 64)
+    for rows, columns in ((64, 64), (32, 128), (16, 32), (64, 16)):
+        for keys_down in (False, True):
+            assert torch.equal(dropped(128, 2, 0.3, rows, columns, keys_down), whole)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropped_pairs_are_independent(p: float) -> None:
+    """Rates, and products of any two of the 64 pairs that share a hash and of neighbours, within 5 standard errors."""
+    size, heads = 512, 4
+    drop = dropped(size, heads, p, 128, 128) - p
+    sigma = (p * (1 - p)) ** 0.5
+    assert abs(float(drop.mean())) < 5 * sigma / drop.numel() ** 0.5
+    shape = (heads, size // 32, 4, 4, 2, size // 32, 4, 4, 2)
+    blocks = drop.view(shape).permute(0, 1, 3, 5, 7, 2, 4, 6, 8).reshape(-1, 64) / sigma  # by their bits 0, 3 and 4
+    together = blocks.T @ blocks / len(blocks) - torch.eye(64)
+    assert float(together.fill_diagonal_(0).abs().max()) < 5 / len(blocks) ** 0.5
+    for down, along in ((0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (8, 8), (0, 32), (32, 0), (0, 64)):
+        product = drop[:, down:, along:] * drop[:, : size - down, : size - along] / sigma**2
+        assert abs(float(product.mean())) < 5 / product.numel() ** 0.5
+    assert abs(float((drop[1:] * drop[:-1]).mean())) < 5 * sigma**2 / drop[1:].numel() ** 0.5  # heads
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -193,33 +193,45 @@ def hash32(x):
 
 
 @triton.jit
+def block_of(place):
+    """Which of the blocks of `dropout` a query or a key is in; its bits 0, 3 and 4 say where in it."""
+    return ((place >> 5) * 4 + ((place >> 1) & 3)).to(tl.uint32)
+
+
+@triton.jit
+def factor_of(place, KEY: tl.constexpr):
+    """An odd number for each of the eight places in a block."""
+    return hash32(((place & 1) + ((place >> 2) & 6) + (8 if KEY else 0)).to(tl.uint32) * 0x9E3779B1) | 1
+
+
+@triton.jit
 def dropout(
     p_seed, i_head, first_query, first_key, threshold, inverse_keep, KEYS_DOWN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """What dropout multiplies the pairs of a tile by, a function of the seed and the place; `threshold` is p * 2^32.
 
-    Two queries and two keys next to each other share a hash and differ in its last factor: whichever of the two lies
-    along the registers of a thread, half of the work is shared. Tiles begin at even places.
+    Blocks of eight queries and eight keys share a hash, which is multiplied by a number of the query's place in it and
+    one of the key's. What a thread has of a row of a product lies 1 and 8 apart, in one block, whichever of queries and
+    keys lie along it: one multiplication is left to each pair. Tiles begin at multiples of 16.
     """
     ROWS: tl.constexpr = BN if KEYS_DOWN else BM
-    HALF: tl.constexpr = (BM if KEYS_DOWN else BN) // 2
-    seed, o_row, o_half = tl.load(p_seed), tl.arange(0, ROWS), tl.arange(0, HALF)
+    WIDTH: tl.constexpr = BM if KEYS_DOWN else BN
+    BLOCKS: tl.constexpr = WIDTH // 32 if WIDTH > 32 else 1
+    EIGHTS: tl.constexpr = 4 if WIDTH > 32 else WIDTH // 8
+    seed, first = tl.load(p_seed), first_query if KEYS_DOWN else first_key
     salt = hash32(hash32(i_head.to(tl.uint32) ^ (seed >> 32).to(tl.uint32)) ^ seed.to(tl.uint32))
-    is_even, a, d = (o_row & 1) == 0, tl.full([1], 0x846CA68B, tl.uint32), tl.full([1], 0xC2B2AE35, tl.uint32)
-    b, c = tl.full([1], 0xD6E8FEB9, tl.uint32), tl.full([1], 0x5BD1E995, tl.uint32)  # an odd query or key with an even
-    if KEYS_DOWN:
-        row = ((first_key >> 1) + (o_row >> 1)).to(tl.uint32) * 0x9E3779B1 + salt
-        column = ((first_query >> 1) + o_half).to(tl.uint32) * 0x85EBCA6B
-        even, odd = tl.where(is_even, a, c), tl.where(is_even, b, d)
-    else:
-        row = ((first_query >> 1) + (o_row >> 1)).to(tl.uint32) * 0x85EBCA6B + salt
-        column = ((first_key >> 1) + o_half).to(tl.uint32) * 0x9E3779B1
-        even, odd = tl.where(is_even, a, b), tl.where(is_even, c, d)
-    x = row[:, None] + column[None, :]  # [ROWS, HALF]
+    o_row = (first_key if KEYS_DOWN else first_query) + tl.arange(0, ROWS)
+    o_block = first // 32 * 32 + 32 * tl.arange(0, BLOCKS)[:, None] + 2 * tl.arange(0, 4)[None, :]
+    o_within = 8 * tl.arange(0, EIGHTS)[:, None] + tl.arange(0, 2)[None, :]
+    if WIDTH < 32:
+        o_within += first % 32
+    row = block_of(o_row) * (0x9E3779B1 if KEYS_DOWN else 0x85EBCA6B) + salt
+    x = row[:, None, None] + (block_of(o_block) * (0x85EBCA6B if KEYS_DOWN else 0x9E3779B1))[None, :, :]
     x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = tl.reshape(tl.join(x * even[:, None], x * odd[:, None]), [ROWS, 2 * HALF])
+    x = (x ^ (x >> 15)) * factor_of(o_row, KEYS_DOWN)[:, None, None]  # [ROWS, BLOCKS, 4]
+    x = x[:, :, None, :, None] * factor_of(o_within, not KEYS_DOWN)[None, None, :, None, :]
+    x = tl.reshape(x, [ROWS, WIDTH])
     if INTERPRETED:
         result = tl.where(x >= threshold.to(tl.uint32), inverse_keep, 0.0)
     else:  # the same; LLVM would gather the truth values in words of 64 bits and spread them again
