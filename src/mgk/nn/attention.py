@@ -26,6 +26,7 @@ from mgk.nn.arguments import (
 )  # fmt: skip
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, rotate, still_part
+from mgk.nn.linear import Linear, linear
 from mgk.nn.means import update_means
 from mgk.nn.packing import Packing
 from mgk.nn.prior import mean_key, prior_statistics, update_log_prior
@@ -45,7 +46,7 @@ Options = dict[str, Any]  # arguments of mgk.ops by name
 def plain_linear(module: nn.Module) -> bool:
     """Whether calling it is W x + b and nothing else: no adapter in its place, no hook that wants to see the call."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and not any(hooks)
+    return type(module) in (nn.Linear, Linear) and not any(hooks)
 
 
 class MixtureAttention(nn.Module):
@@ -157,10 +158,10 @@ class MixtureAttention(nn.Module):
         place: Options = {"device": device, "dtype": dtype}
         inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
         key_width = inner * components if variant in PROJECTED else inner
-        self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **place)
-        self.key_proj = nn.Linear(self.kdim, key_width, bias, **place)
-        self.value_proj = nn.Linear(self.vdim, inner, bias, **place)
-        self.out_proj = nn.Linear(inner, embed_dim, bias, **place)
+        self.query_proj: nn.Linear = Linear(embed_dim, inner, check.check_flag("bias", bias), **place)
+        self.key_proj: nn.Linear = Linear(self.kdim, key_width, bias, **place)
+        self.value_proj: nn.Linear = Linear(self.vdim, inner, bias, **place)
+        self.out_proj: nn.Linear = Linear(inner, embed_dim, bias, **place)
         used = prior == "em" or (prior == "sgd" and e_step == "soft" and variant in MIXTURES)
         positions = () if prior_positions is None else (prior_positions,)
         for name, exists, shape in (
@@ -344,7 +345,7 @@ class MixtureAttention(nn.Module):
             weight = torch.cat([projection.weight for projection in self._inputs])
             bias = None if self.query_proj.bias is None else torch.cat([part.bias for part in self._inputs])
             sizes = [projection.out_features for projection in self._inputs]
-            q, k, v = torch.split(spread(nn.functional.linear(query, weight, bias)), sizes, -1)
+            q, k, v = torch.split(spread(linear(query, weight, bias)), sizes, -1)
         else:
             q, k, v = spread(self.query_proj(query)), spread(self.key_proj(key)), spread(self.value_proj(value))
         heads = (self.num_heads, self.head_dim)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import Rotation
+from mgk.nn.linear import Linear
 from mgk.nn.norm import LayerNorm
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
@@ -49,9 +50,9 @@ class Block(nn.Module):
         self.attention = attention
         self.attention_norm = LayerNorm(width, narrow=norm == "pre")
         self.feed_forward_norm = LayerNorm(width, narrow=norm == "pre")
-        self.up = nn.Linear(width, check.check_count("hidden", hidden))
+        self.up = Linear(width, check.check_count("hidden", hidden))
         self.activation = ACTIVATIONS[check.check_choice("activation", activation, ACTIVATIONS)]()
-        self.down = nn.Linear(hidden, width)
+        self.down = Linear(hidden, width)
         self.dropout = nn.Dropout(check.check_probability("dropout", dropout))
 
     def forward(

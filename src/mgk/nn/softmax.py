@@ -11,7 +11,7 @@ B batch, H heads, N positions (Nq queries, Nk keys), T rows of a packed batch, D
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn.packing import Packing
 from mgk.ops import api
+from mgk.ops.api import HAS_TRITON
 from mgk.ops.common import compute_dtype
 
 if TYPE_CHECKING:
@@ -96,10 +97,32 @@ def row_attention(
     dropout_p: float,
 ) -> Float[Tensor, "t h d"]:
     """Self-attention of a packed batch; zero behind its tokens."""
-    # What the kernel does not write is not defined, in its gradients too: both masks put zeros there.
-    spare = packing.spare[:, None, None]
-    q, k, v = (x.masked_fill(spare, 0) if x.requires_grad else x for x in (query, key, value))
-    return flash(q, k, v, packing.ends, packing.shape[1], is_causal, dropout_p).masked_fill(spare, 0)
+    # What the kernel does not write is not defined, in its gradients too.
+    q, k, v = (NoGradientBehind.apply(x, packing) for x in (query, key, value))  # type: ignore[no-untyped-call]
+    return clear(flash(q, k, v, packing.ends, packing.shape[1], is_causal, dropout_p), packing)
+
+
+class NoGradientBehind(torch.autograd.Function):
+    """x; its gradient, which must be nobody else's, becomes zero behind the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packing: Packing) -> Tensor:
+        ctx.packing = packing
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return clear(grad, ctx.packing), None
+
+
+def clear(x: Float[Tensor, "t h d"], packing: Packing) -> Float[Tensor, "t h d"]:
+    """Zeros behind the tokens: on a GPU in place, where nobody has read anything, and so past autograd."""
+    if not x.is_cuda or not HAS_TRITON or torch.compiler.is_compiling() or not x.is_contiguous():
+        return x.masked_fill(packing.spare[:, None, None], 0)
+    from mgk.ops.triton.rows import clear_rows  # not loaded before it is needed
+
+    clear_rows(x, packing.ends[-1:])
+    return x
 
 
 def packed_softmax_attention(

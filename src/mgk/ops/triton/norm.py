@@ -20,24 +20,10 @@ from torch import Tensor
 
 from mgk.ops.operator import operator
 from mgk.ops.triton.launch import launch
+from mgk.ops.triton.rows import column_sums, load_rows, store_rows
 
 PROGRAMS = 528  # four for each multiprocessor of an H200
 TILE = 4096  # numbers
-
-
-@triton.jit
-def load_rows(p, o_row, rows, E: tl.constexpr, BE: tl.constexpr):
-    """[ROWS, BE], zero beyond."""
-    o_e = tl.arange(0, BE)
-    real = (o_row < rows)[:, None] & (o_e < E)[None, :]
-    return tl.load(p + o_row.to(tl.int64)[:, None] * E + o_e[None, :], mask=real, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_rows(p, block, o_row, rows, E: tl.constexpr, BE: tl.constexpr):
-    o_e = tl.arange(0, BE)
-    real = (o_row < rows)[:, None] & (o_e < E)[None, :]
-    tl.store(p + o_row.to(tl.int64)[:, None] * E + o_e[None, :], block.to(p.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -114,7 +100,7 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, moments: Tensor
         launch(
             backward_kernel, (programs,), grad, x, weight, moments, grad_x, parts, len(moments), **shape, num_warps=4
         )
-    return grad_x, parts.sum(0)
+    return grad_x, column_sums(parts.flatten(1)).view(2, -1)
 
 
 @layer_norm_backward.register_fake

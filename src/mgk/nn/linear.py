@@ -1,0 +1,46 @@
+"""Linear layers whose bias on a GPU gets its gradient from a kernel of our own, for many narrow rows.
+
+E width of the input, F of the output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+ROWS, WIDTH = 1 << 13, 512  # fewer rows take no time, and for wider ones PyTorch has blocks enough
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`."""
+
+    def forward(self, input: Float[Tensor, "*b e"]) -> Float[Tensor, "*b f"]:
+        return linear(input, self.weight, self.bias)
+
+
+def linear(
+    x: Float[Tensor, "*b e"], weight: Float[Tensor, "f e"], bias: Float[Tensor, " f"] | None
+) -> Float[Tensor, "*b f"]:
+    """`nn.functional.linear`."""
+    if bias is None or not pays(x, bias):
+        return nn.functional.linear(x, weight, bias)
+    from mgk.ops.triton.rows import linear_rows  # not loaded before it is needed
+
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    return linear_rows(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def pays(x: Tensor, bias: Tensor) -> bool:
+    """Whether the bias wants a gradient that the kernel sums faster than PyTorch. A compiler has its own way."""
+    if not (x.is_cuda and HAS_TRITON and x.dtype in TRITON_DTYPES and torch.is_grad_enabled() and bias.requires_grad):
+        return False
+    return len(bias) <= WIDTH and x.numel() >= ROWS * x.shape[-1] and not torch.compiler.is_compiling()

@@ -1,0 +1,120 @@
+"""Many narrow rows: the sums of their columns, products with a bias, which get such sums backward, and zeros.
+
+PyTorch sums the columns of up to 65,536 rows in E/128 blocks: with E = 64 on one multiprocessor of a GPU that has a
+hundred. Here each of many programs leaves the sums over its rows, and one adds them up, in a fixed order.
+
+T rows, E width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
+
+from mgk.ops.operator import operator
+from mgk.ops.triton.launch import launch
+
+PROGRAMS = 264  # two for each multiprocessor of an H200
+FEW = 528
+TILE = 4096  # numbers
+WIDTH = 256  # of the columns that one program sums
+
+
+@triton.jit
+def load_rows(p, o_row, rows, E: tl.constexpr, BE: tl.constexpr, first=0):
+    """[ROWS, BE], zero beyond; of columns from `first` on."""
+    o_e = first + tl.arange(0, BE)
+    real = (o_row < rows)[:, None] & (o_e < E)[None, :]
+    return tl.load(p + o_row.to(tl.int64)[:, None] * E + o_e[None, :], mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(p, block, o_row, rows, E: tl.constexpr, BE: tl.constexpr):
+    o_e = tl.arange(0, BE)
+    real = (o_row < rows)[:, None] & (o_e < E)[None, :]
+    tl.store(p + o_row.to(tl.int64)[:, None] * E + o_e[None, :], block.to(p.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sums_kernel(X, PARTS, rows, E: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr):
+    """PARTS (programs,E) takes the sums of each program's rows."""
+    i, first = tl.program_id(0), tl.program_id(1) * BE
+    sums = tl.zeros([ROWS, BE], tl.float32)
+    for start in range(i * ROWS, rows, tl.num_programs(0) * ROWS):
+        sums += load_rows(X, start + tl.arange(0, ROWS), rows, E, BE, first)
+    o_e = first + tl.arange(0, BE)
+    tl.store(PARTS + i * E + o_e, tl.sum(sums, 0), mask=o_e < E)
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Of x (T,E), in float32."""
+    (rows, width), x = x.shape, x.contiguous()
+    few = rows <= FEW  # as a first launch leaves: a program for every few columns
+    block = min(16 if few else WIDTH, triton.next_power_of_2(width))
+    tile = max(1, TILE // block)
+    programs = 1 if few else min(PROGRAMS, triton.cdiv(rows, tile))
+    parts = x.new_empty(programs, width, dtype=torch.float32)
+    grid = (programs, triton.cdiv(width, block))
+    launch(sums_kernel, grid, x, parts, rows, E=width, BE=block, ROWS=tile, num_warps=4)
+    return parts[0] if few else column_sums(parts)
+
+
+@operator("linear_rows")
+def linear_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x weight^T + bias, of x (...,E) and weight in one type; the bias may be wider, and so is its gradient."""
+    return linear(x, weight, bias.to(x.dtype))
+
+
+@linear_rows.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+@operator("linear_rows_backward")
+def linear_rows_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of the weight and, in float32, of the bias."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    return grad @ weight, rows.T @ x.reshape(-1, x.shape[-1]), column_sums(rows)
+
+
+@linear_rows_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), grad.new_empty(len(weight), dtype=torch.float32)
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = bias.dtype
+
+
+def linear_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x, grad_weight, grad_bias = linear_rows_backward(grad, *ctx.saved_tensors)
+    return grad_x, grad_weight, grad_bias.to(ctx.bias_dtype)
+
+
+linear_rows.register_autograd(linear_autograd, setup_context=keep_for_backward)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def clear_kernel(X, FIRST, rows, E: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr):
+    first, start = tl.load(FIRST), tl.program_id(0) * ROWS
+    if start + ROWS > first:
+        o_row, o_e = start + tl.arange(0, ROWS), tl.arange(0, BE)
+        spare = ((o_row >= first) & (o_row < rows))[:, None] & (o_e < E)[None, :]
+        zeros = tl.zeros([ROWS, BE], X.dtype.element_ty)
+        tl.store(X + o_row.to(tl.int64)[:, None] * E + o_e[None, :], zeros, mask=spare)
+
+
+def clear_rows(x: Tensor, first: Tensor) -> None:
+    """Zeros in the rows of x (T,...) from `first` (1,) on, where nothing is written yet: autograd does not notice."""
+    width = x[:1].numel()
+    block = triton.next_power_of_2(max(1, width))
+    rows = max(1, TILE // block)
+    if x.numel():
+        launch(clear_kernel, (triton.cdiv(len(x), rows),), x, first, len(x), E=width, BE=block, ROWS=rows, num_warps=4)

@@ -1,0 +1,67 @@
+"""Our linear layers are PyTorch's, also where a kernel sums for the bias (tests/ops/test_triton_rows.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mgk.nn import Block, linear
+from mgk.nn.linear import Linear
+from tests.nn.common import KINDS, make, normal
+from tests.ops.triton_env import DEVICE
+
+ROUNDED = 2**-18  # sums of some dozens of numbers of the order of 1 in float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, results = normal(2, 5, 12).float().to(DEVICE), []
+    block = Block(make(kind), 16, norm="pre").float().to(DEVICE).eval()
+    for own in (False, True):
+        monkeypatch.setattr(linear, "pays", lambda x, bias, own=own: own)
+        block.zero_grad()
+        output = block(x)
+        torch.autograd.backward(output, normal(2, 5, 12, seed=1).float().to(DEVICE))
+        results.append([output.detach(), *(parameter.grad for parameter in block.parameters())])
+    torch.testing.assert_close(results[1], results[0], rtol=16 * ROUNDED, atol=16 * ROUNDED)
+
+
+def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits forward; backward the bias alone differs, as it is rounded less."""
+    x, module = normal(9, 6).float().to(DEVICE), Linear(6, 4).to(DEVICE)
+    grad, results = normal(9, 4, seed=1).to(DEVICE, torch.bfloat16), []
+    for own in (False, True):
+        monkeypatch.setattr(linear, "pays", lambda x, bias, own=own: own)
+        module.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            output = module(x)
+        output.backward(grad)
+        results.append((output, module.weight.grad, module.bias.grad))
+    (output, weight, bias), (own_output, own_weight, own_bias) = results
+    assert own_output.dtype == torch.bfloat16
+    assert torch.equal(own_output, output)
+    torch.testing.assert_close(own_weight, weight, rtol=0, atol=0)
+    torch.testing.assert_close(own_bias, grad.float().sum(0), rtol=ROUNDED, atol=ROUNDED)
+    torch.testing.assert_close(own_bias, bias, rtol=2**-7, atol=2**-7)
+
+
+def test_it_is_saved_as_pytorchs() -> None:
+    nn.Linear(6, 4).load_state_dict(Linear(6, 4).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "device", "dtype", "expected"),
+    [
+        (8192, 512, "cuda", torch.bfloat16, True), (8191, 512, "cuda", torch.bfloat16, False),
+        (8192, 513, "cuda", torch.bfloat16, False), (8192, 64, "cuda", torch.float64, False),
+        (8192, 64, "cpu", torch.bfloat16, False),
+    ],
+)  # fmt: skip
+def test_where_it_pays(rows: int, width: int, device: str, dtype: torch.dtype, expected: bool) -> None:
+    with torch._subclasses.FakeTensorMode():
+        x, bias = torch.empty(rows, 64, device=device, dtype=dtype), torch.empty(width, device=device)
+        assert not linear.pays(x, bias)  # which wants no gradient
+        assert linear.pays(x, bias.requires_grad_()) == expected
+        with torch.no_grad():
+            assert not linear.pays(x, bias)
