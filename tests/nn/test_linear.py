@@ -53,8 +53,8 @@ def test_it_is_saved_as_pytorchs() -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "device", "dtype", "expected"),
     [
-        (8192, 512, "cuda", torch.bfloat16, True), (8191, 512, "cuda", torch.bfloat16, False),
-        (8192, 513, "cuda", torch.bfloat16, False), (8192, 64, "cuda", torch.float64, False),
+        (8192, 1024, "cuda", torch.bfloat16, True), (8191, 1024, "cuda", torch.bfloat16, False),
+        (8192, 1025, "cuda", torch.bfloat16, False), (8192, 64, "cuda", torch.float64, False),
         (8192, 64, "cpu", torch.bfloat16, False),
     ],
 )  # fmt: skip

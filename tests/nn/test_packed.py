@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mgk.nn import Block, MixtureAttention, softmax
 from mgk.nn.packing import Packing, real_first, sums_of
 from tests.nn.common import EXACT, KINDS, make, normal
+from tests.ops.triton_env import DEVICE
 
 LENGTHS = (7, 3, 0, 5)
 RIGHT = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
@@ -159,6 +160,25 @@ def test_packed_rows(kind: str, place: str, is_causal: bool, spare: int, request
         gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
         results.append([*found, gradients, dict(module.named_buffers())])
     torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlk", "smlk", "mlk-keys", "smlk-keys"])
+def test_packed_rows_are_not_spread_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of linear attention read them as they are: float32 against float64, sums of dozens of numbers."""
+    mask, results = MASKS["holes"], []
+    packing, given = Packing(mask.to(DEVICE), int(mask.sum()) + 3), normal(int(mask.sum()) + 3, 12)
+    for impl, dtype in (("triton", torch.float32), ("blockwise", torch.float64)):
+        module, x = make(kind, impl=impl).to(DEVICE, dtype), given.to(DEVICE, dtype).requires_grad_()
+        with monkeypatch.context() as patch:
+            if impl == "triton":
+                patch.setattr(Packing, "unpack", None)
+            output, _ = module(x, packing=packing)
+        torch.autograd.backward(output[:-3], normal(len(x) - 3, 12, seed=1).to(output))
+        assert x.grad is not None
+        assert not x.grad[-3:].any()
+        gradients = {name: parameter.grad.double() for name, parameter in module.named_parameters()}  # type: ignore[union-attr]
+        results.append([output[:-3].double(), x.grad.double(), gradients])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "smgk"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -15,12 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode
 
 from mgk.ops import cost, linear
 from mgk.ops.feature_maps import elu
 from mgk.ops.linear import linear_attention, mlk_attention, smlk_attention
-from tests.ops.common import VARIANTS, Case, Inputs, cases, component_keys
+from tests.ops.common import VARIANTS, Case, Inputs, cases, component_keys, pick_keys, pick_queries
 from tests.ops.triton_env import DEVICE, strict_memory
 
 # isort: split
@@ -32,6 +35,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASE = Case(B=1, H=2, M=2, Nq=21, Nk=37, D=20, Dv=12, prior="head", seed=3)  # of "smgk": shifted keys; "mgk": projected
 PLAIN = replace(CASE, variant="mgk", M=1, prior=None)
+PACKED = replace(CASE, Nq=40, Nk=40, prior="position")
+ENDS = torch.tensor([[0, 17, 38], [0, 5, 40]], dtype=torch.int32)
+LONGEST = 40  # a bound for all sequences of packed rows
 SMALL_TILE = {"BN": 16, "num_warps": 4, "num_stages": 1}
 
 
@@ -52,34 +58,62 @@ def attend(inputs: Inputs, impl: str, key_mask: Tensor | None = None, **options:
     return function(**inputs, key_mask=key_mask, impl=impl, **options)
 
 
+def attend_packed(inputs: Inputs, impl: str, ends: Tensor) -> Tensor:
+    if impl == "reference":
+        return one_by_one(partial(attend, impl=impl), inputs, ends)
+    shift, prior = inputs.get("shift"), inputs.get("log_prior")
+    return kernels.linear_attention(inputs["query"], inputs["key"], shift, inputs["value"], prior, None, ends, LONGEST)
+
+
+def one_by_one(function: Callable[[Inputs], Tensor], inputs: Inputs, ends: Tensor) -> Tensor:
+    """What it gives for each sequence alone, packed; and zeros."""
+    results = []
+    for first, last in pairwise(ends.tolist()):
+        rows = slice(first, last)
+        alone = pick_queries(pick_keys(inputs, rows), rows)
+        if "log_prior" in inputs and inputs["log_prior"].dim() == 3:
+            alone["log_prior"] = inputs["log_prior"][..., : last - first]
+        results.append(function(alone))
+    return pad(torch.cat(results, 2), (0, 0, 0, inputs["query"].shape[2] - int(ends[-1])))
+
+
 def incoming(output: Tensor, dtype: torch.dtype) -> Tensor:
     """A gradient that depends on the shape alone, and that `dtype` can hold."""
     angles = torch.linspace(-1, 4, output.numel(), dtype=torch.float64)
     return angles.cos().view(output.shape).to(dtype).to(output.device, output.dtype)
 
 
-def run(inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def run(
+    inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtype | None = None, ends: Tensor | None = None
+) -> dict[str, Tensor]:
     """Output and gradients, on the CPU in float64."""
     device = DEVICE if impl == "triton" else "cpu"
     leaves = {name: tensor.detach().to(device).requires_grad_() for name, tensor in inputs.items()}
-    output = attend(leaves, impl, None if mask is None else mask.to(device))
+    if ends is None:
+        output = attend(leaves, impl, None if mask is None else mask.to(device))
+    else:
+        output = attend_packed(leaves, impl, ends.to(device))
     grad = incoming(output, dtype or output.dtype)
     results = output, *torch.autograd.grad(output, list(leaves.values()), grad)
     return {name: x.detach().cpu().double() for name, x in zip(["output", *inputs], results, strict=True)}
 
 
-def sizes(inputs: Inputs, mask: Tensor | None) -> dict[str, float]:
+def sizes(inputs: Inputs, mask: Tensor | None, ends: Tensor | None) -> dict[str, float]:
     """Of the terms behind each result, since what cancels is to be judged by them. With values and incoming gradients
     of one sign all terms that a gradient has by way of the numerator have one; those of the denominator are as large.
     """
     leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
-    query, key, value = leaves["query"], leaves["key"], leaves["value"]
-    checked = linear._check(query, key, leaves.get("shift"), value.abs(), leaves.get("log_prior"), "elu", mask)
-    sums = linear._dense(*linear._prepare(query, key, leaves.get("shift"), *checked), False)
-    total = sums[..., -1:].detach()
-    output = torch.where(total == 0, 0, sums[..., :-1] / torch.where(total == 0, 1, total))
+    output = size_of_output(leaves, mask) if ends is None else one_by_one(size_of_output, leaves, ends)
     grads = torch.autograd.grad(output, list(leaves.values()), incoming(output, output.dtype).abs())
     return {name: float(x.detach().norm()) for name, x in zip(["output", *inputs], (output, *grads), strict=True)}
+
+
+def size_of_output(inputs: Inputs, mask: Tensor | None = None) -> Tensor:
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    checked = linear._check(query, key, inputs.get("shift"), value.abs(), inputs.get("log_prior"), "elu", mask)
+    sums = linear._dense(*linear._prepare(query, key, inputs.get("shift"), *checked), False)
+    total = sums[..., -1:].detach()
+    return torch.where(total == 0, 0, sums[..., :-1] / torch.where(total == 0, 1, total))
 
 
 def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Inputs:
@@ -90,13 +124,13 @@ def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0) 
     }
 
 
-def assert_right(inputs: Inputs, mask: Tensor | None = None) -> dict[str, Tensor]:
+def assert_right(inputs: Inputs, mask: Tensor | None = None, ends: Tensor | None = None) -> dict[str, Tensor]:
     """What the kernels give, if its errors are those of the arithmetic: relative to the terms of a sum, one rounding of
     the largest exponent in float32, and in half precision one of a factor to eleven bits; and then one of the result.
     """
     dtype = inputs["query"].dtype
-    exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", mask, dtype)
-    got, size = run(inputs, "triton", mask), sizes(inputs, mask)
+    exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", mask, dtype, ends)
+    got, size = run(inputs, "triton", mask, ends=ends), sizes(inputs, mask, ends)
     largest = [inputs["query"], component_keys(inputs), *(inputs[name] for name in ("log_prior",) if name in inputs)]
     exponent = sum(float(x[x.isfinite()].abs().max()) for x in largest if x.numel())
     rounding = torch.finfo(torch.float32).eps * (1 + exponent) + (2**-11 if dtype != torch.float32 else 0)
@@ -163,11 +197,12 @@ def test_splits_are_joined(programs: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_number_of_splits() -> None:
-    assert kernels.split(0, 16, 4) == (1, 0)
-    assert kernels.split(53, 16, 2) == (2, 2)  # four programs are enough
-    assert kernels.split(53, 16, 1) == (4, 1)
-    assert kernels.split(53, 16, 100) == (1, 4)
-    assert kernels.split(16 * 9, 16, 1) == (3, 3)  # no split is left without a tile
+    assert kernels.split(0, 16, 4, False) == (1, 0)
+    assert kernels.split(53, 16, 2, False) == (2, 2)  # four programs are enough
+    assert kernels.split(53, 16, 1, False) == (4, 1)
+    assert kernels.split(53, 16, 100, False) == (1, 4)
+    assert kernels.split(16 * 9, 16, 1, False) == (3, 3)  # no split is left without a tile
+    assert kernels.split(53, 16, 4, True) == (4, 1)  # sequences that are packed are shorter than the longest
 
 
 BATCH = replace(CASE, B=2, H=1, prior="position")
@@ -279,30 +314,83 @@ def test_linear_attention_is_one_component() -> None:
         assert torch.equal(single, output)
 
 
+def packed(case: Case, dtype: torch.dtype, lengths: tuple[int, ...], spare: int) -> tuple[Inputs, Tensor]:
+    """Sequences one after the other, and spare rows that are not numbers; a prior per position has LONGEST or more."""
+    rows, ends = sum(lengths) + spare, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    inputs = numbers(replace(case, B=1, Nq=rows, Nk=max(rows, LONGEST)), dtype)
+    for name in ("query", "key", "value"):
+        inputs[name] = inputs[name][..., :rows, :]
+        inputs[name][..., sum(lengths) :, :] = torch.nan
+    return inputs, ends
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case",
+    [PLAIN, replace(CASE, variant="mgk", M=3, prior="position", D=9), CASE, replace(CASE, prior="position", Dv=33)],
+    ids=["linear", "projected", "shifted", "shifted, position"],
+)
+def test_packed_rows(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third sequence has three tiles in two splits, one of which is all that the others have."""
+    monkeypatch.setattr(kernels, "PROGRAMS", 16)
+    inputs, ends = packed(case, dtype, (5, 0, 37, 1), spare=3)
+    got = assert_right(inputs, ends=ends)
+    assert not any(got[name][..., 43:, :].any() for name in ("output", "query", "key", "value"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_rows_without_spare_ones(variant: str) -> None:
+    inputs, ends = packed(replace(CASE, variant=variant), torch.float32, (17, LONGEST), spare=0)
+    assert_right(inputs, ends=ends)
+
+
+@pytest.mark.parametrize(("lengths", "spare"), [((0, 0), 3), ((0, 0), 0), ((), 3)])
+def test_packed_rows_of_no_sequence_are_zero(lengths: tuple[int, ...], spare: int) -> None:
+    inputs, ends = packed(replace(CASE, prior="position"), torch.float32, lengths, spare)
+    for name, tensor in run(inputs, "triton", ends=ends).items():
+        assert (tensor == 0).all(), name
+
+
+def test_packed_rows_stay_where_they_are() -> None:
+    """Queries, keys and values beside each other, as one projection leaves them: no copy before, none after."""
+    rows, ends = torch.randn(40, 3, 2, 16, device=DEVICE), ENDS[0].to(DEVICE)
+    views, results = rows.permute(1, 2, 0, 3)[:, None].unbind(0), []  # (1,H,T,D)
+    for inputs in (views, [x.contiguous() for x in views]):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        query, key, value = leaves
+        output = kernels.linear_attention(query, key[:, :, None], None, value, None, None, ends, 21)
+        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    assert all(x.transpose(1, 2).is_contiguous() for x in results[0])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def leaves_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {name: tensor.to(DEVICE).requires_grad_() for name, tensor in numbers(case, dtype).items()}
 
 
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_operators_pass_opcheck(variant: str) -> None:
-    inputs = leaves_of(replace(CASE, variant=variant, prior="position", B=1, Nq=20, Nk=20))
-    mask = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
-    arguments = *(inputs.get(name) for name in ("query", "key", "shift", "value", "log_prior")), mask
+def test_operators_pass_opcheck(variant: str, is_packed: bool) -> None:
+    inputs = leaves_of(replace(PACKED, variant=variant))
+    mask = None if is_packed else torch.ones(1, 40, dtype=torch.bool, device=DEVICE)
+    ends = ENDS[0].to(DEVICE) if is_packed else None
+    arguments = *(inputs.get(name) for name in ("query", "key", "shift", "value", "log_prior")), mask, ends
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(kernels.linear_forward.op, arguments, test_utils=tests)
-    output, state = kernels.linear_forward(*arguments)
+    torch.library.opcheck(kernels.linear_forward.op, (*arguments, LONGEST), test_utils=tests)
+    output, state = kernels.linear_forward(*arguments, LONGEST)
     detached = [None if x is None else x.detach() for x in (output, *arguments, state)]
-    torch.library.opcheck(kernels.linear_backward.op, tuple(detached), test_utils=tests)
+    torch.library.opcheck(kernels.linear_backward.op, (*detached, LONGEST), test_utils=tests)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler of PyTorch loads torch.jit on a GPU
-def test_compiles_as_one_graph() -> None:
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_compiles_as_one_graph(is_packed: bool) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    inputs, mask = leaves_of(BATCH), MASKS["padding"].to(DEVICE)
+    plain: Callable[..., Tensor] = attend_packed if is_packed else attend
+    inputs, places = (leaves_of(PACKED), ENDS[0]) if is_packed else (leaves_of(BATCH), MASKS["padding"])
     results = []
-    for function in (compiled, attend):
-        output = function(inputs, "triton", mask)
+    for function in (torch.compile(plain, fullgraph=True, backend="aot_eager"), plain):
+        output = function(inputs, "triton", places.to(DEVICE))
         results.append([output, *torch.autograd.grad(output.square().sum(), list(inputs.values()))])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
@@ -335,18 +423,23 @@ def test_flops_are_those_of_the_formula(variant: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_graph_captures_it() -> None:
-    inputs, mask = leaves_of(BATCH, torch.bfloat16), MASKS["padding"].to(DEVICE)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_a_graph_captures_it(is_packed: bool) -> None:
+    """And takes the lengths of whatever it is replayed with."""
+    inputs = leaves_of(PACKED if is_packed else BATCH, torch.bfloat16)
+    places, others = (x.to(DEVICE) for x in (ENDS if is_packed else (MASKS["padding"], MASKS["left"])))
 
     def step() -> list[Tensor]:
-        output = attend(inputs, "auto", mask)
+        output = attend_packed(inputs, "triton", places) if is_packed else attend(inputs, "auto", places)
         grads = torch.autograd.grad(output.float().square().sum(), list(inputs.values()))
         return [output.detach(), *grads]  # the graph of autograd belongs to a stream, and goes with it
 
-    expected = step()
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
+    places.copy_(others)
+    expected = step()
     for tensor in captured:
         tensor.zero_()
     graph.replay()

@@ -35,7 +35,7 @@ from mgk.ops import api
 from mgk.ops import arguments as check
 from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 from mgk.ops.feature_maps import FeatureMap
-from mgk.ops.linear import linear_step, mlk_attention, smlk_attention
+from mgk.ops.linear import linear_step, mlk_attention, rows_attention, smlk_attention, takes_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -321,8 +321,14 @@ class MixtureAttention(nn.Module):
         is_causal = is_causal or self.causal
         if self.variant == "softmax" and rotary is None:
             options: Options = {"is_causal": is_causal, "dropout_p": self._dropout_p, "impl": self.impl}
-            heads = packed_softmax_attention(*self._project(x, x, x), packing, **options)
-            return self.out_proj(heads.transpose(1, 2).flatten(2).squeeze(0))  # type: ignore[no-any-return]
+            return self._joined(packed_softmax_attention(*self._project(x, x, x), packing, **options))
+        rows = self.variant in LINEAR and rotary is None and not is_causal
+        if rows and takes_rows(x, self.head_dim, self.feature_map, self.impl):
+            q, k, v = self._project(x, x, x)
+            mixture = self._mixture(k)
+            k = k if k.dim() == 5 or mixture["shift"] is not None else k[:, :, None]
+            ends, longest = packing.ends, packing.shape[1]
+            return self._joined(rows_attention(q, k, mixture["shift"], v, mixture["log_prior"], ends, longest))
         q, k, v = self._project(x, x, x, packing)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -331,6 +337,9 @@ class MixtureAttention(nn.Module):
         if self._steps:
             self._m_step(q, k, seen, packing.mask)
         return self.out_proj(packing.pack(heads.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+    def _joined(self, heads: Float[Tensor, "1 h t d"]) -> Float[Tensor, "t e"]:
+        return self.out_proj(heads.transpose(1, 2).flatten(2).squeeze(0))  # type: ignore[no-any-return]
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None

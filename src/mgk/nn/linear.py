@@ -15,7 +15,7 @@ from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-ROWS, WIDTH = 1 << 13, 512  # fewer rows take no time, and for wider ones PyTorch has blocks enough
+ROWS, WIDTH = 1 << 13, 1024  # fewer rows take no time, and for wider ones PyTorch has blocks enough
 
 
 class Linear(nn.Linear):

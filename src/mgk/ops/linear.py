@@ -40,7 +40,7 @@ from mgk.ops.common import compute_dtype, shifted_keys
 from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, check_feature_map, elu
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 HAS_FLA = importlib.util.find_spec("fla") is not None  # found, not imported
 CHUNK = 128
@@ -199,6 +199,29 @@ def _attention(
         else:
             sums = _blockwise(reads, keys, values, is_causal)
         return _quotient(sums).to(query.dtype)
+
+
+def takes_rows(x: Tensor, width: int, feature_map: object, impl: str) -> bool:
+    """Whether `rows_attention` has a kernel for heads of this width, of what is made of x."""
+    on_gpu = impl == "triton" or (impl == "auto" and x.is_cuda)
+    head = x.new_empty(0, width)
+    return on_gpu and _kernel_obstacle(head, head, check_feature_map(feature_map)) is None
+
+
+def rows_attention(
+    query: Float[Tensor, "1 h t d"],
+    key: Float[Tensor, "1 h m t d"] | Float[Tensor, "1 h t d"],
+    shift: Float[Tensor, "h m d"] | None,
+    value: Float[Tensor, "1 h t dv"],
+    log_prior: Float[Tensor, "h m"] | None,
+    ends: Int[Tensor, " b+1"],
+    longest: int,
+) -> Float[Tensor, "1 h t dv"]:
+    """Attention within the rows ends[b] to ends[b+1] for each b, of which none has more than `longest`; zero behind."""
+    from mgk.ops.triton import linear as kernels  # not loaded before it is needed
+
+    with torch.autocast(query.device.type, enabled=False):
+        return kernels.linear_attention(query, key, shift, value, log_prior, None, ends, longest)
 
 
 def _check(

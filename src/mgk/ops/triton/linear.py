@@ -14,6 +14,9 @@ sum is at least 1 (ops/linear.py). Backward, with g_i the gradient of h_i and P_
 The keys of a head, and its queries, are split between programs that walk over tiles. Each leaves sums of its own, which
 are added up in a fixed order. A state holds S^T, z and c as rows of one matrix (Dv+2,D).
 
+Packed rows are a batch of one that holds B sequences, each attending to itself: b has the rows ENDS[b] to ENDS[b+1],
+and spare rows behind the last sequence are neither read nor written. Programs are split as for the longest sequence.
+
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value, G = B H.
 """
 
@@ -36,7 +39,7 @@ from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import NEVER, key_range, load_tile, store_tile, zeros_tuple
 
 LOWEST = tl.constexpr(-8e37)  # the largest exponent of no keys: finite, so that differences are numbers
-COUNTS = ("H", "num_queries", "num_keys", "tiles", "splits")
+COUNTS = ("H", "num_queries", "positions", "tiles", "splits")
 PROGRAMS = 528  # four for each multiprocessor of an H200
 JOINED = 16  # features whose splits one program joins
 
@@ -60,6 +63,16 @@ def split_range(i_split, tiles, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sequence(ENDS, i_b, length):
+    """The batch and the row where a sequence begins, and its length: that of all of them unless they are packed."""
+    first = 0
+    if ENDS is not None:
+        first = tl.load(ENDS + i_b)
+        i_b, first, length = 0, first.to(tl.int64), tl.load(ENDS + i_b + 1) - first
+    return i_b, first, length
+
+
+@triton.jit
 def negative_part(x):
     """min(x, 0), the exponent of phi. NaN stays."""
     return tl.where(x > 0, 0.0, x)
@@ -67,7 +80,7 @@ def negative_part(x):
 
 @triton.jit
 def load_keys(
-    p_k, SHIFT, PRIOR, alive, i_h, start, num_keys, skm, skn, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+    p_k, SHIFT, PRIOR, alive, i_h, start, positions, skm, skn, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
     PRIOR_AXES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A tile's component keys as M blocks [BN, BD], and as M vectors their log-priors, -inf where a key is hidden.
@@ -86,23 +99,26 @@ def load_keys(
         if PRIOR_AXES == 2:
             prior += tl.load(PRIOR + i_h * M + r).to(tl.float32)
         if PRIOR_AXES == 3:
-            prior += tl.load(PRIOR + (i_h * M + r) * num_keys + o_n, mask=alive, other=0.0).to(tl.float32)
+            prior += tl.load(PRIOR + (i_h * M + r) * positions + o_n, mask=alive, other=0.0).to(tl.float32)
         keys, log_prior = keys + (b_kr,), log_prior + (tl.where(alive, prior, NEVER),)
     return keys, log_prior
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    K, SHIFT, V, PRIOR, MASK, SPAN, STATE, skb, skh, skm, skn, svb, svh, svn, H, num_keys, tiles, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, PRIOR_AXES: tl.constexpr,
+    K, SHIFT, V, PRIOR, MASK, SPAN, ENDS, STATE, skb, skh, skm, skn, svb, svh, svn, H, positions, tiles,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, PRIOR_AXES: tl.constexpr,
     PRECISION: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """STATE (splits,G,Dv+2,D) takes the sums over each split of the keys, with a c_f of their own."""
+    """STATE (splits,G,Dv+2,D) takes the sums over each split of the keys, with a c_f of their own. There are as many
+    keys as `positions`, unless packed; a prior per position has as many in any case.
+    """
     i_bh, i_split = tl.program_id(0), tl.program_id(1)
     i_b, i_h, o_d = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), tl.arange(0, BD)
+    i_b, first, num_keys = sequence(ENDS, i_b, positions)
     _, last_key = key_range(SPAN, i_b, 0, num_keys, SPAN is not None)
     begin, stop = split_range(i_split, tiles, last_key, BN)
-    p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+    p_k, p_v = K + i_b * skb + i_h * skh + first * skn, V + i_b * svb + i_h * svh + first * svn
     p_mask = MASK
     if MASK is not None:
         p_mask = MASK + i_b * num_keys
@@ -111,7 +127,7 @@ def key_kernel(
     sums = tl.zeros([BV, BD], tl.float32)  # S^T
     for start in range(begin, stop, BN):
         alive = alive_places(p_mask, start + tl.arange(0, BN), num_keys)
-        keys, log_prior = load_keys(p_k, SHIFT, PRIOR, alive, i_h, start, num_keys, skm, skn, D, BD, M, PRIOR_AXES, BN)
+        keys, log_prior = load_keys(p_k, SHIFT, PRIOR, alive, i_h, start, positions, skm, skn, D, BD, M, PRIOR_AXES, BN)
         b_v = load_alive(p_v, start, alive, svn, BN, DV, BV)  # [BN, BV]
         largest = tl.full([BN, BD], NEVER, tl.float32)
         for r in tl.static_range(M):
@@ -179,13 +195,14 @@ def load_state(p_state, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV:
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    Q, STATE, OUT, sqb, sqh, sqn, sob, soh, son, H, num_queries, tiles, D: tl.constexpr, DV: tl.constexpr,
+    Q, STATE, OUT, ENDS, sqb, sqh, sqn, sob, soh, son, H, num_queries, tiles, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i_bh, i_split = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_b, first, num_queries = sequence(ENDS, i_b, num_queries)
     begin, stop = split_range(i_split, tiles, num_queries, BN)
-    p_q, p_out = Q + i_b * sqb + i_h * sqh, OUT + i_b * sob + i_h * soh
+    p_q, p_out = Q + i_b * sqb + i_h * sqh + first * sqn, OUT + i_b * sob + i_h * soh + first * son
     sums, z, c = load_state(STATE + i_bh.to(tl.int64) * ((DV + 2) * D), D, DV, BD, BV, PRECISION)
     for start in range(begin, stop, BN):
         b_q = load_tile(p_q, start, num_queries, sqn, BN, D, BD, True)  # [BN, BD]
@@ -196,14 +213,16 @@ def query_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_gradient_kernel(
-    Q, STATE, DO, DQ, DSTATE, sqb, sqh, sqn, sgb, sgh, sgn, sxb, sxh, sxn, H, num_queries, tiles, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    Q, STATE, DO, DQ, DSTATE, ENDS, sqb, sqh, sqn, sgb, sgh, sgn, sxb, sxh, sxn, H, num_queries, tiles,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """DQ; DSTATE (splits,G,Dv+1,D) takes dS^T and dz of each split of the queries."""
     i_bh, i_split = tl.program_id(0), tl.program_id(1)
     i_b, i_h, o_d = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), tl.arange(0, BD)
+    i_b, first, num_queries = sequence(ENDS, i_b, num_queries)
     begin, stop = split_range(i_split, tiles, num_queries, BN)
-    p_q, p_do, p_dq = Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh, DQ + i_b * sxb + i_h * sxh
+    p_q = Q + i_b * sqb + i_h * sqh + first * sqn
+    p_do, p_dq = DO + i_b * sgb + i_h * sgh + first * sgn, DQ + i_b * sxb + i_h * sxh + first * sxn
     sums, z, c = load_state(STATE + i_bh.to(tl.int64) * ((DV + 2) * D), D, DV, BD, BV, PRECISION)
     d_sums, dz = tl.zeros([BV, BD], tl.float32), tl.zeros([BD], tl.float32)
     for start in range(begin, stop, BN):
@@ -224,24 +243,25 @@ def query_gradient_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_gradient_kernel(
-    K, SHIFT, V, PRIOR, MASK, SPAN, STATE, DSTATE, DK, DV_, DPRIOR, PART, skb, skh, skm, skn, svb, svh, svn, sdb, sdh,
-    sdm, sdn, seb, seh, sen, H, num_keys, tiles, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, PRIOR_AXES: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    K, SHIFT, V, PRIOR, MASK, SPAN, ENDS, STATE, DSTATE, DK, DV_, DPRIOR, PART, skb, skh, skm, skn, svb, svh, svn, sdb,
+    sdh, sdm, sdn, seb, seh, sen, H, positions, tiles, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BV: tl.constexpr, M: tl.constexpr, PRIOR_AXES: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """DK, DV_ and, of a prior per position, DPRIOR (G,M,Nk); PART (splits,G,M,D+1) takes the sums over each split of
-    what the shifts and, last, the priors of a head get.
+    """DK, DV_ and, of a prior per position, DPRIOR (G,M,positions); PART (splits,G,M,D+1) takes the sums over each
+    split of what the shifts and, last, the priors of a head get.
     """
     i_bh, i_split = tl.program_id(0), tl.program_id(1)
     i_b, i_h, i_g = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
     o_d = tl.arange(0, BD)
+    i_b, first, num_keys = sequence(ENDS, i_b, positions)
     _, last_key = key_range(SPAN, i_b, 0, num_keys, SPAN is not None)
     begin, stop = split_range(i_split, tiles, last_key, BN)
-    p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
-    p_dk, p_dv = DK + i_b * sdb + i_h * sdh, DV_ + i_b * seb + i_h * seh
+    p_k, p_v = K + i_b * skb + i_h * skh + first * skn, V + i_b * svb + i_h * svh + first * svn
+    p_dk, p_dv = DK + i_b * sdb + i_h * sdh + first * sdn, DV_ + i_b * seb + i_h * seh + first * sen
     p_mask = MASK
     if MASK is not None:
         p_mask = MASK + i_b * num_keys
-    p_dprior = DPRIOR + i_g * M * num_keys
+    p_dprior = DPRIOR + i_g * M * positions
     p_state = DSTATE + i_g * ((DV + 1) * D)
     d_sums = as_factor(load_tile(p_state, 0, DV, D, BV, D, BD, True), PRECISION)  # [BV, BD]
     dz = tl.load(p_state + DV * D + o_d, mask=o_d < D, other=0.0)
@@ -251,7 +271,7 @@ def key_gradient_kernel(
     for start in range(begin, stop, BN):
         o_n = start + tl.arange(0, BN)
         alive = alive_places(p_mask, o_n, num_keys)
-        keys, log_prior = load_keys(p_k, SHIFT, PRIOR, alive, i_h, start, num_keys, skm, skn, D, BD, M, PRIOR_AXES, BN)
+        keys, log_prior = load_keys(p_k, SHIFT, PRIOR, alive, i_h, start, positions, skm, skn, D, BD, M, PRIOR_AXES, BN)
         b_v = as_factor(load_alive(p_v, start, alive, svn, BN, DV, BV), PRECISION)  # [BN, BV]
         d_phi = tl.dot(b_v, d_sums, input_precision=PRECISION) + dz[None, :]  # [BN, BD]: G
         b_k, b_dk = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
@@ -273,7 +293,7 @@ def key_gradient_kernel(
                 b_dprior = tl.sum(phi * d_phi, 1)
                 new_dprior = new_dprior + (dprior[r] + b_dprior,)
                 if PRIOR_AXES == 3:
-                    tl.store(p_dprior + r * num_keys + o_n, b_dprior, mask=o_n < num_keys)
+                    tl.store(p_dprior + r * positions + o_n, b_dprior, mask=o_n < num_keys)
         dshift, dprior = new_dshift, new_dprior
         if SHIFT is not None:
             store_tile(p_dk, b_dk, start, num_keys, sdn, BN, D, BD)
@@ -290,7 +310,7 @@ def key_gradient_kernel(
                 store_tile(p_dkr, tl.zeros([BN, BD], tl.float32), start, num_keys, sdn, BN, D, BD)
             if PRIOR_AXES == 3:
                 for r in tl.static_range(M):
-                    tl.store(p_dprior + r * num_keys + o_n, tl.zeros([BN], tl.float32), mask=o_n < num_keys)
+                    tl.store(p_dprior + r * positions + o_n, tl.zeros([BN], tl.float32), mask=o_n < num_keys)
     for r in tl.static_range(M):
         p_part = PART + ((i_split * tl.num_programs(0) + i_g) * M + r) * (D + 1)
         tl.store(p_part + o_d, dshift[r], mask=o_d < D)
@@ -298,22 +318,30 @@ def key_gradient_kernel(
 
 
 def linear_attention(
-    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None
-) -> Tensor:
-    """Query (B,H,Nq,D), key (B,H,M,Nk,D), or (B,H,Nk,D) with shift (H,M,D), value (B,H,Nk,Dv) -> (B,H,Nq,Dv)."""
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
+    ends: Tensor | None = None, longest: int = 0,
+) -> Tensor:  # fmt: skip
+    """Query (B,H,Nq,D), key (B,H,M,Nk,D), or (B,H,Nk,D) with shift (H,M,D), value (B,H,Nk,Dv) -> (B,H,Nq,Dv).
+
+    With `ends`, int32 (B+1,), these are batches of one with packed rows: sequence b has the rows ends[b] to ends[b+1],
+    no more than `longest`. There is no key mask then, and a prior per position (H,M,Np) has Np >= longest. What is
+    behind the last sequence does not matter; it gets zeros.
+    """
     result = linear_forward(
-        dense(query), dense(key), contiguous(shift), dense(value), contiguous(log_prior), contiguous(key_mask)
-    )
+        dense(query), dense(key), contiguous(shift), dense(value), contiguous(log_prior), contiguous(key_mask),
+        contiguous(ends), longest,
+    )  # fmt: skip
     return result[0]
 
 
-def split(length: int, block: int, groups: int) -> tuple[int, int]:
+def split(length: int, block: int, groups: int, packed: bool) -> tuple[int, int]:
     """Into how many parts a length is split, and how many tiles of `block` each has.
 
-    No more parts than keep a GPU busy: each is a state to be written and joined. Of nothing there is one: zeros.
+    No more parts than keep a GPU busy: each is a state to be written and joined. Where only the longest sequence has
+    this length most parts are empty, and those that are not should be alike. Of nothing there is one: zeros.
     """
-    blocks = triton.cdiv(length, block)
-    tiles = triton.cdiv(blocks, max(1, min(blocks, PROGRAMS // max(1, groups))))
+    blocks, programs = triton.cdiv(length, block), PROGRAMS * (4 if packed else 1)
+    tiles = triton.cdiv(blocks, max(1, min(blocks, programs // max(1, groups))))
     return max(1, triton.cdiv(blocks, max(1, tiles))), tiles
 
 
@@ -341,29 +369,30 @@ def tile(query: Tensor, value: Tensor, components: int) -> dict[str, int]:
 
 @operator("triton_linear")
 def linear_forward(
-    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
+    ends: Tensor | None, longest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and the state (G,Dv+2,D)."""
-    (batch, heads, num_queries, width), num_keys = query.shape, key.shape[-2]
-    output, state = linear_results(query, value)
+    heads, width, (batch, num_queries, num_keys) = query.shape[1], query.shape[-1], lengths(query, key, ends, longest)
+    output, state = linear_results(query, value, ends)
     if output.numel():
         groups, (components, how) = batch * heads, settings(query, key, shift, value)
-        splits, tiles = split(num_keys, how["BN"], groups)
+        splits, tiles = split(num_keys, how["BN"], groups, ends is not None)
         parts = state.new_empty(splits, *state.shape) if splits > 1 else state
         launch(
             key_kernel, (groups, splits), key, shift, value, log_prior, as_bytes(key_mask),
-            spans(None, key_mask, num_queries, num_keys), parts, *key_strides(key), *strides(value), heads, num_keys,
-            tiles, M=components, PRIOR_AXES=prior_axes(log_prior), **how,
+            spans(None, key_mask, num_queries, num_keys), ends, parts, *key_strides(key), *strides(value), heads,
+            prior_positions(log_prior, num_keys), tiles, M=components, PRIOR_AXES=prior_axes(log_prior), **how,
         )  # fmt: skip
         if splits > 1:
             launch(
                 join_kernel, (groups, triton.cdiv(width, JOINED)), parts, state, splits, D=width, DV=how["DV"],
                 BV=how["BV"], BLOCK=JOINED,
             )  # fmt: skip
-        splits, tiles = split(num_queries, how["BN"], groups)
+        splits, tiles = split(num_queries, how["BN"], groups, ends is not None)
         launch(
-            query_kernel, (groups, splits), query, state, output, *strides(query, output), heads, num_queries, tiles,
-            **how,
+            query_kernel, (groups, splits), query, state, output, ends, *strides(query, output), heads, num_queries,
+            tiles, **how,
         )  # fmt: skip
     return output, state
 
@@ -371,29 +400,34 @@ def linear_forward(
 @operator("triton_linear_backward")
 def linear_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
-    key_mask: Tensor | None, state: Tensor,
+    key_mask: Tensor | None, ends: Tensor | None, state: Tensor, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value; (H,M,D+1), those of shift and, last, of the prior of a head; and those of a
     prior per position (B,H,M,Nk), empty where there is none.
     """
-    (batch, heads, num_queries, width), num_keys = query.shape, key.shape[-2]
+    heads, width, (batch, num_queries, num_keys) = query.shape[1], query.shape[-1], lengths(query, key, ends, longest)
     groups, (components, how) = batch * heads, settings(query, key, shift, value)
-    grad_query, grad_key, grad_value, grad_prior = new_gradients(query, key, value, log_prior)
-    splits, tiles = split(num_queries, how["BN"], groups)
+    grad_query, grad_key, grad_value, grad_prior = new_gradients(query, key, value, log_prior, ends)
+    splits, tiles = split(num_queries, how["BN"], groups, ends is not None)
     grad_state = state.new_empty(splits, groups, how["DV"] + 1, width)
     launch(
-        query_gradient_kernel, (groups, splits), query, state, grad, grad_query, grad_state,
+        query_gradient_kernel, (groups, splits), query, state, grad, grad_query, grad_state, ends,
         *strides(query, grad, grad_query), heads, num_queries, tiles, **how,
     )  # fmt: skip
-    splits, tiles = split(num_keys, how["BN"], groups)
+    splits, tiles = split(num_keys, how["BN"], groups, ends is not None)
     part = state.new_empty(splits, batch, heads, components, width + 1)
     launch(
         key_gradient_kernel, (groups, splits), key, shift, value, log_prior, as_bytes(key_mask),
-        spans(None, key_mask, num_queries, num_keys), state, grad_state.sum(0), grad_key, grad_value, grad_prior, part,
-        *key_strides(key), *strides(value), *key_strides(grad_key), *strides(grad_value), heads, num_keys, tiles,
-        M=components, PRIOR_AXES=prior_axes(log_prior), **how,
+        spans(None, key_mask, num_queries, num_keys), ends, state, grad_state.sum(0), grad_key, grad_value, grad_prior,
+        part, *key_strides(key), *strides(value), *key_strides(grad_key), *strides(grad_value), heads,
+        prior_positions(log_prior, num_keys), tiles, M=components, PRIOR_AXES=prior_axes(log_prior), **how,
     )  # fmt: skip
     return grad_query, grad_key, grad_value, part.sum((0, 1)), grad_prior
+
+
+def lengths(query: Tensor, key: Tensor, ends: Tensor | None, longest: int) -> tuple[int, int, int]:
+    """B, and how many queries and keys each has, or where they are packed has at most."""
+    return (query.shape[0], query.shape[2], key.shape[-2]) if ends is None else (ends.shape[0] - 1, longest, longest)
 
 
 def key_strides(key: Tensor) -> list[int]:
@@ -405,30 +439,43 @@ def prior_axes(log_prior: Tensor | None) -> int:
     return 0 if log_prior is None else log_prior.dim()
 
 
-def linear_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def prior_positions(log_prior: Tensor | None, num_keys: int) -> int:
+    """How many a prior per position has, which for packed rows may be more than the keys."""
+    return num_keys if log_prior is None or log_prior.dim() == 2 else log_prior.shape[-1]
+
+
+def linear_results(query: Tensor, value: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
     (batch, heads, num_queries, width), value_width = query.shape, value.shape[-1]
-    return (
-        like(query, batch, heads, num_queries, value_width),
-        query.new_empty(batch * heads, value_width + 2, width, dtype=torch.float32),
-    )
+    output = like(query, batch, heads, num_queries, value_width)
+    if ends is not None:
+        batch, output = ends.shape[0] - 1, output.zero_()  # no program writes to spare rows
+    return output, query.new_empty(batch * heads, value_width + 2, width, dtype=torch.float32)
 
 
-def new_gradients(query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None) -> list[Tensor]:
+def new_gradients(
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, ends: Tensor | None
+) -> list[Tensor]:
     """Room for those of query, key and value, and of a prior per position (B,H,M,Nk), (0,) where there is none."""
-    shape = (query.shape[0], *log_prior.shape) if log_prior is not None and log_prior.dim() == 3 else (0,)
-    return [*map(torch.empty_like, (query, key, value)), query.new_empty(shape, dtype=torch.float32)]
+    batch = query.shape[0] if ends is None else ends.shape[0] - 1
+    shape = (batch, *log_prior.shape) if log_prior is not None and log_prior.dim() == 3 else (0,)
+    grads = [*map(torch.empty_like, (query, key, value)), query.new_empty(shape, dtype=torch.float32)]
+    return grads if ends is None else [grad.zero_() for grad in grads]  # spare rows, and positions after a sequence
 
 
 @linear_forward.register_fake
-def _(query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return linear_results(query, value)
+def _(
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Any, key_mask: Any,
+    ends: Tensor | None, longest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return linear_results(query, value, ends)
 
 
 @linear_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    *grads, grad_prior = new_gradients(query, key, value, log_prior)
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
+    key_mask: Any, ends: Tensor | None, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *grads, grad_prior = new_gradients(query, key, value, log_prior, ends)
     components = key.shape[2] if shift is None else shift.shape[1]
     total = query.new_empty(query.shape[1], components, query.shape[-1] + 1, dtype=torch.float32)
     return *grads, total, grad_prior
@@ -436,21 +483,22 @@ def _(
 
 def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, output[1])
+    *tensors, ctx.longest = inputs
+    ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def linear_autograd(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     query, key, shift, value, log_prior, *rest = ctx.saved_tensors
     if not grad.numel():
-        return *no_gradient(query, key, shift, value, log_prior), None
-    *grads, total, positions = linear_backward(dense(grad), query, key, shift, value, log_prior, *rest)
+        return *no_gradient(query, key, shift, value, log_prior), *[None] * 3
+    *grads, total, positions = linear_backward(dense(grad), query, key, shift, value, log_prior, *rest, ctx.longest)
     grad_query, grad_key, grad_value = grads
     grad_shift = None if shift is None else total[..., :-1].to(shift.dtype)
     grad_prior = None
     if log_prior is not None:
         grad_prior = (positions.sum(0) if log_prior.dim() == 3 else total[..., -1]).to(log_prior.dtype)
-    return grad_query, grad_key, grad_shift, grad_value, grad_prior, None
+    return grad_query, grad_key, grad_shift, grad_value, grad_prior, *[None] * 3
 
 
 linear_forward.register_autograd(linear_autograd, setup_context=keep_for_backward)
