@@ -10,9 +10,8 @@ checkpoint after the step it is in, elsewhere (evaluation, start-up) it stops at
 A cell that fails is noted, and the others go on; also where it takes the process with it, or the GPU from the process,
 as an illegal access does: then another process goes on.
 
-Side by side pays where one training leaves the GPU idle between kernels: steps replayed from CUDA graphs on long inputs
-do not, eager ones (adaptive softmax) do. Processes share a GPU by turns, or, where `nvidia-cuda-mps-control -d` has
-been started, truly at the same time. Batches are made in the training process: that takes a millisecond, which the GPU
+Side by side pays where one training leaves the GPU idle between kernels, or much of it idle in small ones. Processes
+share a GPU by turns, or, where `nvidia-cuda-mps-control -d` has been started, truly at the same time. Batches are made in the training process: that takes a millisecond, which the GPU
 does not wait for, and evaluations need not start processes.
 """
 
