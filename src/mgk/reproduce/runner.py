@@ -11,8 +11,9 @@ A cell that fails is noted, and the others go on; also where it takes the proces
 as an illegal access does: then another process goes on.
 
 Side by side pays where one training leaves the GPU idle between kernels, or much of it idle in small ones. Processes
-share a GPU by turns, or, where `nvidia-cuda-mps-control -d` has been started, truly at the same time. Batches are made in the training process: that takes a millisecond, which the GPU
-does not wait for, and evaluations need not start processes.
+share a GPU by turns, or, where `nvidia-cuda-mps-control -d` has been started, truly at the same time. Batches are made
+in the training process: that takes a millisecond, which the GPU does not wait for, and evaluations need not start
+processes.
 """
 
 from __future__ import annotations
