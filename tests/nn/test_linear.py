@@ -1,13 +1,15 @@
-"""Our linear layers are PyTorch's, also where a kernel sums for the bias (tests/ops/test_triton_rows.py)."""
+"""Products with a bias are PyTorch's, also where a kernel sums for it (tests/ops/test_triton_rows.py)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from mgk.nn import Block, linear
-from mgk.nn.linear import Linear
+from mgk.nn.linear import through
 from tests.nn.common import KINDS, make, normal
 from tests.ops.triton_env import DEVICE
 
@@ -29,14 +31,14 @@ def test_layers_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits forward; backward the bias alone differs, as it is rounded less."""
-    x, module = normal(9, 6).float().to(DEVICE), Linear(6, 4).to(DEVICE)
+    x, module = normal(9, 6).float().to(DEVICE), nn.Linear(6, 4).to(DEVICE)
     grad, results = normal(9, 4, seed=1).to(DEVICE, torch.bfloat16), []
     for own in (False, True):
         monkeypatch.setattr(linear, "pays", lambda x, bias, own=own: own)
         module.zero_grad()
         with torch.autocast(DEVICE, torch.bfloat16):
-            output = module(x)
-        output.backward(grad)
+            output = through(module, x)
+        torch.autograd.backward(output, grad)
         results.append((output, module.weight.grad, module.bias.grad))
     (output, weight, bias), (own_output, own_weight, own_bias) = results
     assert own_output.dtype == torch.bfloat16
@@ -46,8 +48,16 @@ def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(own_bias, bias, rtol=2**-7, atol=2**-7)
 
 
-def test_it_is_saved_as_pytorchs() -> None:
-    nn.Linear(6, 4).load_state_dict(Linear(6, 4).state_dict())
+def test_others_are_called() -> None:
+    """What somebody has put in its place, and whoever wants to see the call."""
+    x, seen = normal(3, 6), []
+    module = nn.Linear(6, 4, dtype=torch.float64)
+    module.register_forward_hook(lambda *call: seen.append(call[2]))
+    assert torch.equal(through(module, x), seen[0])
+    assert torch.equal(through(nn.Sequential(module, nn.ReLU()), x), seen[1].relu())
+    replaced: Any = nn.Linear(6, 4)
+    replaced.forward = lambda x: 2 * x
+    assert torch.equal(through(replaced, x), 2 * x)
 
 
 @pytest.mark.parametrize(

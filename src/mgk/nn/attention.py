@@ -26,7 +26,7 @@ from mgk.nn.arguments import (
 )  # fmt: skip
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, rotate, still_part
-from mgk.nn.linear import Linear, linear
+from mgk.nn.linear import linear, plain_linear, through
 from mgk.nn.means import update_means
 from mgk.nn.packing import Packing
 from mgk.nn.prior import mean_key, prior_statistics, update_log_prior
@@ -41,12 +41,6 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 Options = dict[str, Any]  # arguments of mgk.ops by name
-
-
-def plain_linear(module: nn.Module) -> bool:
-    """Whether calling it is W x + b and nothing else: no adapter in its place, no hook that wants to see the call."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) in (nn.Linear, Linear) and not any(hooks)
 
 
 class MixtureAttention(nn.Module):
@@ -158,10 +152,10 @@ class MixtureAttention(nn.Module):
         place: Options = {"device": device, "dtype": dtype}
         inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
         key_width = inner * components if variant in PROJECTED else inner
-        self.query_proj: nn.Linear = Linear(embed_dim, inner, check.check_flag("bias", bias), **place)
-        self.key_proj: nn.Linear = Linear(self.kdim, key_width, bias, **place)
-        self.value_proj: nn.Linear = Linear(self.vdim, inner, bias, **place)
-        self.out_proj: nn.Linear = Linear(inner, embed_dim, bias, **place)
+        self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **place)
+        self.key_proj = nn.Linear(self.kdim, key_width, bias, **place)
+        self.value_proj = nn.Linear(self.vdim, inner, bias, **place)
+        self.out_proj = nn.Linear(inner, embed_dim, bias, **place)
         used = prior == "em" or (prior == "sgd" and e_step == "soft" and variant in MIXTURES)
         positions = () if prior_positions is None else (prior_positions,)
         for name, exists, shape in (
@@ -296,7 +290,7 @@ class MixtureAttention(nn.Module):
                 heads = heads.masked_fill(~query_mask[:, None, :, None], 0)
             if query_mask is not None and weights is not None:
                 weights = weights.masked_fill(~query_mask[:, None, :, None], 0)
-            output = self.out_proj(heads.transpose(1, 2).flatten(2))
+            output = through(self.out_proj, heads.transpose(1, 2).flatten(2))
         if self._steps and cache is None:
             self._m_step(q, k, seen, mask if query_mask is None and is_self else query_mask)
         if weights is not None:
@@ -336,10 +330,10 @@ class MixtureAttention(nn.Module):
         heads, _ = self._attend(q, k, v, seen, packing.mask, False)
         if self._steps:
             self._m_step(q, k, seen, packing.mask)
-        return self.out_proj(packing.pack(heads.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+        return through(self.out_proj, packing.pack(heads.transpose(1, 2).flatten(2)))
 
     def _joined(self, heads: Float[Tensor, "1 h t d"]) -> Float[Tensor, "t e"]:
-        return self.out_proj(heads.transpose(1, 2).flatten(2).squeeze(0))  # type: ignore[no-any-return]
+        return through(self.out_proj, heads.transpose(1, 2).flatten(2).squeeze(0))
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None

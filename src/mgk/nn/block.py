@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import Rotation
-from mgk.nn.linear import Linear
+from mgk.nn.linear import through
 from mgk.nn.norm import LayerNorm
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
@@ -50,9 +50,9 @@ class Block(nn.Module):
         self.attention = attention
         self.attention_norm = LayerNorm(width, narrow=norm == "pre")
         self.feed_forward_norm = LayerNorm(width, narrow=norm == "pre")
-        self.up = Linear(width, check.check_count("hidden", hidden))
+        self.up = nn.Linear(width, check.check_count("hidden", hidden))
         self.activation = ACTIVATIONS[check.check_choice("activation", activation, ACTIVATIONS)]()
-        self.down = Linear(hidden, width)
+        self.down = nn.Linear(hidden, width)
         self.dropout = nn.Dropout(check.check_probability("dropout", dropout))
 
     def forward(
@@ -87,7 +87,8 @@ class Block(nn.Module):
         return self.dropout(output)  # type: ignore[no-any-return]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(self.dropout(self.activation(self.up(x)))))  # type: ignore[no-any-return]
+        inside = self.dropout(self.activation(through(self.up, x)))
+        return self.dropout(through(self.down, inside))  # type: ignore[no-any-return]
 
 
 class Stack(nn.Module):
