@@ -10,7 +10,7 @@ from torch import nn
 
 from mgk.nn import Block, linear
 from mgk.nn.linear import through
-from tests.nn.common import KINDS, make, normal
+from tests.nn.common import KINDS, make, normal, without_and_with
 from tests.ops.triton_env import DEVICE
 
 ROUNDED = 2**-18  # sums of some dozens of numbers of the order of 1 in float32
@@ -18,15 +18,9 @@ ROUNDED = 2**-18  # sums of some dozens of numbers of the order of 1 in float32
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, results = normal(2, 5, 12).float().to(DEVICE), []
     block = Block(make(kind), 16, norm="pre").float().to(DEVICE).eval()
-    for own in (False, True):
-        monkeypatch.setattr(linear, "pays", lambda x, bias, own=own: own)
-        block.zero_grad()
-        output = block(x)
-        torch.autograd.backward(output, normal(2, 5, 12, seed=1).float().to(DEVICE))
-        results.append([output.detach(), *(parameter.grad for parameter in block.parameters())])
-    torch.testing.assert_close(results[1], results[0], rtol=16 * ROUNDED, atol=16 * ROUNDED)
+    without, with_it = without_and_with(linear, block, monkeypatch)
+    torch.testing.assert_close(with_it, without, rtol=16 * ROUNDED, atol=16 * ROUNDED)
 
 
 def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

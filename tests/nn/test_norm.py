@@ -11,7 +11,7 @@ from torch import nn
 
 from mgk.nn import Block, Stack, norm
 from mgk.nn.norm import LayerNorm
-from tests.nn.common import make, normal
+from tests.nn.common import make, normal, without_and_with
 from tests.ops.triton_env import DEVICE
 
 ROUNDED = 2**-18  # sums of some dozens of numbers of the order of 1 in float32
@@ -48,15 +48,9 @@ def test_what_products_read_comes_rounded(narrow: bool) -> None:
 @pytest.mark.parametrize("order", ["pre", "post"])
 def test_layers_with_it(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what products read may be rounded: never the sum that goes from layer to layer."""
-    x, results = normal(2, 5, 12).float().to(DEVICE), []
     stack = Stack([Block(make("smgk"), 16, norm=order) for _ in range(2)]).float().to(DEVICE)
-    for own in (False, True):
-        monkeypatch.setattr(norm, "pays", lambda x, weight, own=own: own)
-        stack.zero_grad()
-        output = stack(x)
-        torch.autograd.backward(output, normal(2, 5, 12, seed=1).float().to(DEVICE))
-        results.append([output.detach(), *(parameter.grad for parameter in stack.parameters())])
-    torch.testing.assert_close(results[1], results[0], rtol=16 * ROUNDED, atol=16 * ROUNDED)
+    without, with_it = without_and_with(norm, stack, monkeypatch)
+    torch.testing.assert_close(with_it, without, rtol=16 * ROUNDED, atol=16 * ROUNDED)
     norms = [module for module in stack.modules() if isinstance(module, LayerNorm)]
     assert [module.narrow for module in norms] == ([True] * 4 + [False] if order == "pre" else [False] * 4)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
+from mgk.ops.api import TRITON_DTYPES, small_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -48,7 +48,6 @@ def linear(
 
 
 def pays(x: Tensor, bias: Tensor) -> bool:
-    """Whether the bias wants a gradient that the kernel sums faster than PyTorch. A compiler has its own way."""
-    if not (x.is_cuda and HAS_TRITON and x.dtype in TRITON_DTYPES and torch.is_grad_enabled() and bias.requires_grad):
-        return False
-    return len(bias) <= WIDTH and x.numel() >= ROWS * x.shape[-1] and not torch.compiler.is_compiling()
+    """Whether the bias wants a gradient that the kernel sums faster than PyTorch."""
+    wanted = torch.is_grad_enabled() and bias.requires_grad and x.dtype in TRITON_DTYPES
+    return wanted and len(bias) <= WIDTH and x.numel() >= ROWS * x.shape[-1] and small_kernels(x)

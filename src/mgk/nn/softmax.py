@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn.packing import Packing
 from mgk.ops import api
-from mgk.ops.api import HAS_TRITON
 from mgk.ops.common import compute_dtype
 
 if TYPE_CHECKING:
@@ -80,11 +79,18 @@ def packed_attention(
     dropout_p: float,
 ) -> Float[Tensor, "b h n d"]:
     """Self-attention of the tokens where `mask` is True, wherever in a row they are; zero at the others."""
-    (batch, heads, length, width), packing = query.shape, Packing(mask, mask.numel())
-    q, k, v = (packing.pack(x.transpose(1, 2).flatten(2)).view(-1, heads, width) for x in (query, key, value))
+    packing = Packing(mask, mask.numel())
+    q, k, v = (pack_heads(x, packing) for x in (query, key, value))
     output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p)
-    output = packing.unpack(output.flatten(1)).masked_fill(~mask[..., None], 0)
-    return output.view(batch, length, heads, width).transpose(1, 2)
+    return spread_heads(output, packing).masked_fill(~mask[:, None, :, None], 0)
+
+
+def pack_heads(x: Float[Tensor, "b h n d"], packing: Packing) -> Float[Tensor, "t h d"]:
+    return packing.pack(x.transpose(1, 2).flatten(2)).unflatten(1, (x.shape[1], x.shape[3]))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def spread_heads(x: Float[Tensor, "t h d"], packing: Packing) -> Float[Tensor, "b h n d"]:
+    return packing.unpack(x.flatten(1)).unflatten(2, x.shape[1:]).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def row_attention(
@@ -117,7 +123,7 @@ class NoGradientBehind(torch.autograd.Function):
 
 def clear(x: Float[Tensor, "t h d"], packing: Packing) -> Float[Tensor, "t h d"]:
     """Zeros behind the tokens: on a GPU in place, where nobody has read anything, and so past autograd."""
-    if not x.is_cuda or not HAS_TRITON or torch.compiler.is_compiling() or not x.is_contiguous():
+    if not (api.small_kernels(x) and x.is_contiguous()):
         return x.masked_fill(packing.spare[:, None, None], 0)
     from mgk.ops.triton.rows import clear_rows  # not loaded before it is needed
 
@@ -140,12 +146,12 @@ def packed_softmax_attention(
     if can_be_packed(query, value):
         output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p)
         return output.transpose(0, 1)[None]
-    (_, heads, _, width), mask = query.shape, packing.mask
-    q, k, v = (packing.unpack(x.flatten(1)).view(*mask.shape, heads, width).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (spread_heads(x, packing) for x in (q, k, v))
+    mask = packing.mask
     output = softmax_attention(
         q, k, v, is_causal=is_causal, key_mask=mask, dropout_p=dropout_p, impl=impl, query_mask=mask
     )
-    return packing.pack(output.transpose(1, 2).flatten(2)).view(1, -1, heads, width).transpose(1, 2)
+    return pack_heads(output, packing).transpose(0, 1)[None]
 
 
 def flash(

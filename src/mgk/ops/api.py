@@ -265,6 +265,11 @@ def update_components(
         return new_key + centre[:, :, None], new_variance
 
 
+def small_kernels(x: Tensor) -> bool:
+    """Whether kernels of our own may stand for some of PyTorch's operators: on a GPU, where no compiler fuses those."""
+    return x.is_cuda and HAS_TRITON and not torch.compiler.is_compiling()
+
+
 def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
     """The module that does the work. "auto" is blockwise on a CPU, Triton on CUDA where it applies, else reference."""
     check.check_choice("impl", impl, IMPLEMENTATIONS)

@@ -1,7 +1,7 @@
 """Many narrow rows: the sums of their columns, products with a bias, which get such sums backward, and zeros.
 
-PyTorch sums the columns of up to 65,536 rows in E/128 blocks: with E = 64 on one multiprocessor of a GPU that has a
-hundred. Here each of many programs leaves the sums over its rows, and one adds them up, in a fixed order.
+PyTorch takes 45 microseconds on an H200 to sum the columns of 45,056 rows of 128 numbers in bfloat16, which the memory
+would deliver in 3. Here it is 8: many programs leave the sums over their rows, and a few add them up, in a fixed order.
 
 T rows, E width.
 """
@@ -20,7 +20,7 @@ from mgk.ops.operator import operator
 from mgk.ops.triton.launch import launch
 
 PROGRAMS = 264  # two for each multiprocessor of an H200
-FEW = 528
+FEW = 528  # rows; no fewer than PROGRAMS
 TILE = 4096  # numbers
 WIDTH = 256  # of the columns that one program sums
 
