@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mgk.nn import TiedSoftmax, output
+from mgk.ops.api import HAS_TRITON
 from tests.nn.common import normal
+from tests.ops.triton_env import DEVICE
 
 VOCABULARY, WIDTH, CUTOFFS = 23, 6, (5, 9, 17)
 both = pytest.mark.parametrize("cutoffs", [(), CUTOFFS])
@@ -106,7 +108,45 @@ def test_pieces_are_the_whole(cutoffs: tuple[int, ...], monkeypatch: pytest.Monk
     assert largest[1] <= 64 * WIDTH < largest[0]  # the input is the largest thing kept
 
 
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_have_the_same_losses(
+    cutoffs: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever clusters the targets are in. Under autocast the other way rounds its logits, which are of the order of
+    10, to one part in 256, and each number that it adds up; the kernels do the same to gradients alone.
+    """
+    module, weight = make_output(cutoffs)
+    module, weight = module.float().to(DEVICE), weight.detach().float().to(DEVICE).requires_grad_()
+    for target in (torch.arange(40) % VOCABULARY, torch.full((7,), 20), torch.tensor([0, output.IGNORE, 3])):
+        results = []
+        for own in (False, True):
+            monkeypatch.setattr(output, "fused", lambda hidden, own=own, **_: own)
+            hidden = normal(len(target), WIDTH).float().to(DEVICE).requires_grad_()
+            with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
+                losses = module.losses(hidden, weight, target.to(DEVICE))
+            assert losses.dtype == torch.float32
+            weights = torch.arange(1, len(target) + 1, device=DEVICE) / len(target)
+            grads = torch.autograd.grad((losses * weights).sum(), (hidden, weight, *module.parameters()))
+            results.append((losses.detach(), *grads))
+        rounded = 1e-5 if dtype == torch.float32 else 16 * 2**-8
+        torch.testing.assert_close(results[1], results[0], rtol=rounded, atol=10 * rounded)
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "adaptive", "logits", "expected"),
+    [
+        ("cuda", 256, True, 1, True), ("cuda", 256, False, (1 << 26) + 1, True), ("cuda", 256, False, 1 << 26, False),
+        ("cuda", 257, True, 1, False), ("cpu", 256, True, 1, False),
+    ],
+)  # fmt: skip
+def test_where_kernels_take_them(device: str, width: int, adaptive: bool, logits: int, expected: bool) -> None:
+    with torch._subclasses.FakeTensorMode():
+        assert output.fused(torch.empty(3, width, device=device), adaptive=adaptive, logits=logits) == expected
+
+
 def test_cutoffs_beyond_the_vocabulary_do_not_count() -> None:
     assert TiedSoftmax(15, WIDTH, (5, 15, 40)).sizes == [5, 10]
-    assert TiedSoftmax(5, WIDTH, (5, 9)).capturable
-    assert not TiedSoftmax(6, WIDTH, (5, 9)).capturable
+    assert TiedSoftmax(5, 300, (5, 9)).capturable
+    assert not TiedSoftmax(6, 300, (5, 9)).capturable  # too wide for the kernels
+    assert TiedSoftmax(6, WIDTH, (5, 9)).capturable == HAS_TRITON

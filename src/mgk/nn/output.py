@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+from mgk.nn.packing import reorder
 from mgk.ops import arguments as check
+from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 IGNORE = -100  # a target that is not one, as in torch's cross-entropy
 MOST_LOGITS = 1 << 26  # held at once: 256 MB in float32
+FUSED_WIDTH = 256  # of the kernels
 
 
 class TiedSoftmax(nn.Module):
@@ -28,8 +31,8 @@ class TiedSoftmax(nn.Module):
 
     With cutoffs it is adaptive (Grave et al. 2017, all clusters of full width): tokens below the first cutoff share one
     softmax with the clusters, and a token of cluster c has log p(c) + log p(v | c). The weights of the clusters' tails
-    are used only for the targets in them, so `losses` reads on the host how many these are: it cannot be captured in a
-    CUDA graph, and it is `capturable` only without cutoffs.
+    are used only for the targets in them. How many these are is a number on the device: kernels look there, and can be
+    captured in a CUDA graph; PyTorch's own operators look on the host.
 
     Args:
         vocabulary: V.
@@ -54,7 +57,8 @@ class TiedSoftmax(nn.Module):
 
     @property
     def capturable(self) -> bool:
-        return self.cluster_weight is None
+        """Whether `losses` on a GPU never waits for the device."""
+        return self.cluster_weight is None or (HAS_TRITON and self.cluster_weight.shape[1] <= FUSED_WIDTH)
 
     def forward(self, hidden: Float[Tensor, "... e"], weight: Float[Tensor, "v e"]) -> Float[Tensor, "... v"]:
         """Logits over the vocabulary in float32; those of an adaptive softmax are log-probabilities."""
@@ -72,6 +76,8 @@ class TiedSoftmax(nn.Module):
         self, hidden: Float[Tensor, "t e"], weight: Float[Tensor, "v e"], target: Int[Tensor, " t"]
     ) -> Float[Tensor, " t"]:
         """-log p(target) in float32, zero where the target is IGNORE, without all T x V logits in memory at once."""
+        if fused(hidden, adaptive=self.cluster_weight is not None, logits=len(hidden) * len(weight)):
+            return self._fused_losses(hidden, weight, target)
         if self.cluster_weight is None:
             return _losses(hidden, weight, self.bias, target)
         (head, head_bias), *tails = self._clusters(weight)
@@ -89,14 +95,43 @@ class TiedSoftmax(nn.Module):
             start += len(tail)
         return losses
 
+    def _fused_losses(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        from mgk.ops.triton.cross_entropy import linear_cross_entropy  # not loaded before it is needed
+
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        if self.cluster_weight is None:
+            return linear_cross_entropy(hidden, weight, self.bias, target)
+        (head, head_bias), *tails = self._clusters(weight)
+        cluster = torch.bucketize(target.contiguous(), self.edges, right=True)  # 0 is the head, and IGNORE too
+        losses = linear_cross_entropy(
+            hidden, head, head_bias, torch.where(cluster > 0, cluster + (self.sizes[0] - 1), target)
+        )
+        order = cluster.argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        ends = (cluster[:, None] <= torch.arange(len(self.sizes), device=cluster.device)).sum(0).int()
+        rows, wanted, start = reorder(hidden, order, place), target[order], self.sizes[0]
+        within = torch.zeros_like(losses)
+        for number, (tail, tail_bias) in enumerate(tails):
+            within = within + linear_cross_entropy(rows, tail, tail_bias, wanted - start, ends[number : number + 2])
+            start += len(tail)
+        return losses + reorder(within, place, order)
+
     def _clusters(self, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Weights and biases: the head with the clusters, then each tail. One split has one backward over V rows."""
         assert self.cluster_weight is not None  # the caller has looked
         assert self.cluster_bias is not None
         weights, biases = list(torch.split(weight, self.sizes)), list(torch.split(self.bias, self.sizes))
-        weights[0] = torch.cat((weights[0], self.cluster_weight))
+        weights[0] = torch.cat((weights[0], self.cluster_weight.to(weight.dtype)))
         biases[0] = torch.cat((biases[0], self.cluster_bias))
         return list(zip(weights, biases, strict=True))
+
+
+def fused(hidden: Tensor, *, adaptive: bool, logits: int) -> bool:
+    """Whether a kernel takes the losses without their logits: of many, or where their number is not known."""
+    fits = hidden.is_cuda and HAS_TRITON and hidden.dtype in TRITON_DTYPES and hidden.shape[1] <= FUSED_WIDTH
+    return fits and (adaptive or logits > MOST_LOGITS)
 
 
 def _losses(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:

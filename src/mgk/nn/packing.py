@@ -46,11 +46,11 @@ class Packing:
         return self.hidden[self.rows]
 
     def pack(self, x: Float[Tensor, "b n e"]) -> Float[Tensor, "t e"]:
-        return Reorder.apply(x.flatten(0, 1), self.rows, self.place, self.hidden)  # type: ignore[no-untyped-call, no-any-return]
+        return reorder(x.flatten(0, 1), self.rows, self.place, self.hidden)
 
     def unpack(self, x: Float[Tensor, "t e"]) -> Float[Tensor, "b n e"]:
         """What comes out where the mask is False means nothing, and must get no gradient."""
-        return Reorder.apply(x, self.place, self.rows, None).unflatten(0, self.shape)  # type: ignore[no-untyped-call, no-any-return]
+        return reorder(x, self.place, self.rows).unflatten(0, self.shape)  # type: ignore[no-untyped-call, no-any-return]
 
     def sum(self, x: Float[Tensor, "t e"]) -> Float[Tensor, "b e"]:
         """Over the tokens of each sequence."""
@@ -79,12 +79,17 @@ def sums_of(x: Float[Tensor, "t e"], group: Int[Tensor, " t"], count: int) -> Fl
         return (member.to(x.dtype) @ x.reshape(parts, -1, x.shape[1])).sum(0)
 
 
-class Reorder(torch.autograd.Function):
+def reorder(
+    x: Float[Tensor, "n ..."], index: Int[Tensor, " t"], inverse: Int[Tensor, " n"], hidden: Tensor | None = None
+) -> Float[Tensor, "t ..."]:
     """x[index]; its gradient is one more gather, by `inverse`, where autograd would scatter with atomics.
 
     No row of x is read twice but by those whose gradient is zero. Rows of x that are `hidden` were not read.
     """
+    return Reorder.apply(x, index, inverse, hidden)  # type: ignore[no-untyped-call, no-any-return]
 
+
+class Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, hidden: Tensor | None) -> Tensor:
         ctx.save_for_backward(index, inverse, hidden)

@@ -1,0 +1,271 @@
+"""-log softmax(W x + b)[target] of many rows, without their T x V logits in memory, forward and backward.
+
+    loss_t = lse_t - s_t[target],  s_t = W x_t + b,  lse_t = log sum_v exp(s_tv)
+    ds_tv = g_t (exp(s_tv - lse_t) - [v = target])
+    dx_t = sum_v ds_tv W_v     dW_v = sum_t ds_tv x_t     db_v = sum_t ds_tv
+
+A program has a block of rows and walks over a split of the tokens, or backward a block of tokens and walks over the
+rows; what splits leave is added up in a fixed order. Logits are computed again in each of the two backward kernels.
+Only the rows from span[0] to span[1] take part, two numbers that are read on the device: so the clusters of an adaptive
+softmax, whose sizes differ from batch to batch, fit into a CUDA graph. Logarithms are to the base 2 in the kernels.
+
+T rows, V tokens, E width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mgk.ops.operator import operator
+from mgk.ops.triton.host import block_width, dot_precision
+from mgk.ops.triton.launch import launch
+from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile, store_tile
+
+MAX_WIDTH = 256
+SPLIT, SPLITS = 4096, 8  # tokens of a split at least, and how many of them at most
+COUNTS = ("num_rows", "num_tokens", "tiles", "splits")
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def row_range(SPAN, num_rows, BM: tl.constexpr):
+    """The first row of this program's block, and where the rows that take part end."""
+    first, end = 0, num_rows
+    if SPAN is not None:
+        first, end = tl.load(SPAN), tl.load(SPAN + 1)
+    return first + tl.program_id(0) * BM, end
+
+
+@triton.jit
+def load_tokens(W, BIAS, start, num_tokens, E: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr):
+    """A tile of W [BN, BE], and its biases, -inf beyond the last."""
+    o_n = start + tl.arange(0, BN)
+    bias = tl.load(BIAS + o_n, mask=o_n < num_tokens, other=NEVER).to(tl.float32)
+    return load_tile(W, start, num_tokens, E, BN, E, BE, True), bias * LOG2E
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_kernel(
+    X, W, BIAS, TARGET, SPAN, PARTS, num_rows, num_tokens, tiles, E: tl.constexpr, BE: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """PARTS (splits,3,T) takes of each split the largest logit, the sum of the exponentials, and the target's."""
+    start, end = row_range(SPAN, num_rows, BM)
+    i_split = tl.program_id(1)
+    if start < end:
+        o_m = start + tl.arange(0, BM)
+        real = o_m < end
+        b_x = load_tile(X, start, end, E, BM, E, BE, True)  # [BM, BE]
+        target = tl.load(TARGET + o_m, mask=real, other=-1).to(tl.int32)
+        m, l, picked = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+        for first in range(i_split * tiles * BN, tl.minimum((i_split + 1) * tiles * BN, num_tokens), BN):
+            b_w, bias = load_tokens(W, BIAS, first, num_tokens, E, BE, BN)
+            s = tl.dot(b_x, tl.trans(b_w), input_precision=PRECISION) * LOG2E + bias[None, :]  # [BM, BN]
+            m_new = tl.maximum(m, tl.max(s, 1))
+            safe = finite(m_new)
+            l = l * tl.exp2(m - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
+            wanted = (first + tl.arange(0, BN))[None, :] == target[:, None]
+            picked += tl.sum(tl.where(wanted, s, 0.0), 1)
+            m = m_new
+        p_part = PARTS + tl.cast(i_split, tl.int64) * 3 * num_rows + o_m
+        tl.store(p_part, m, mask=real)
+        tl.store(p_part + num_rows, l, mask=real)
+        tl.store(p_part + 2 * num_rows, picked, mask=real)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def loss_kernel(PARTS, TARGET, SPAN, LOSS, LSE, num_rows, splits, BM: tl.constexpr):
+    """LOSS, and LSE to the base 2, from the parts of all splits."""
+    start, end = row_range(SPAN, num_rows, BM)
+    if start < end:
+        o_m = start + tl.arange(0, BM)
+        real = o_m < end
+        m, l, picked = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+        for i_split in range(0, splits):
+            p_part = PARTS + tl.cast(i_split, tl.int64) * 3 * num_rows + o_m
+            largest = tl.load(p_part, mask=real, other=NEVER)
+            m_new = tl.maximum(m, largest)
+            safe = finite(m_new)
+            share = tl.load(p_part + num_rows, mask=real, other=0.0) * tl.exp2(largest - safe)
+            l, m = l * tl.exp2(m - safe) + share, m_new
+            picked += tl.load(p_part + 2 * num_rows, mask=real, other=0.0)
+        lse = m + tl.log2(tl.where(real, l, 1.0))
+        target = tl.load(TARGET + o_m, mask=real, other=-1)
+        tl.store(LOSS + o_m, tl.where(target < 0, 0.0, (lse - picked) * LN2), mask=real)
+        tl.store(LSE + o_m, lse, mask=real)
+
+
+@triton.jit
+def load_rows_known(GRAD, TARGET, LSE, o_m, real):
+    """What is known of the rows `o_m`: the gradients of their losses, zero where there is no target; target and lse."""
+    target = tl.load(TARGET + o_m, mask=real, other=-1).to(tl.int32)
+    grad = tl.where(target < 0, 0.0, tl.load(GRAD + o_m, mask=real, other=0.0))
+    return grad, target, tl.load(LSE + o_m, mask=real, other=float("inf"))
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def row_gradient_kernel(
+    X, W, BIAS, TARGET, SPAN, GRAD, LSE, PARTS, num_rows, num_tokens, tiles, E: tl.constexpr, BE: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """PARTS (splits,T,E) takes dx of each split of the tokens."""
+    start, end = row_range(SPAN, num_rows, BM)
+    i_split = tl.program_id(1)
+    if start < end:
+        o_m = start + tl.arange(0, BM)
+        b_x = load_tile(X, start, end, E, BM, E, BE, True)  # [BM, BE]
+        grad, target, lse = load_rows_known(GRAD, TARGET, LSE, o_m, o_m < end)
+        b_dx = tl.zeros([BM, BE], tl.float32)
+        for first in range(i_split * tiles * BN, tl.minimum((i_split + 1) * tiles * BN, num_tokens), BN):
+            b_w, bias = load_tokens(W, BIAS, first, num_tokens, E, BE, BN)
+            s = tl.dot(b_x, tl.trans(b_w), input_precision=PRECISION) * LOG2E + bias[None, :]  # [BM, BN]
+            wanted = (first + tl.arange(0, BN))[None, :] == target[:, None]
+            ds = (tl.exp2(s - lse[:, None]) - tl.where(wanted, 1.0, 0.0)) * grad[:, None]
+            b_dx = tl.dot(ds.to(b_w.dtype), b_w, b_dx, input_precision=PRECISION)
+        p_part = PARTS + tl.cast(i_split, tl.int64) * num_rows * E
+        store_tile(p_part, b_dx, start, end, E, BM, E, BE)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def join_kernel(PARTS, SPAN, DX, num_rows, splits, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):
+    start, end = row_range(SPAN, num_rows, BM)
+    if start < end:
+        b_dx = tl.zeros([BM, BE], tl.float32)
+        for i_split in range(0, splits):
+            b_dx += load_tile(PARTS + tl.cast(i_split, tl.int64) * num_rows * E, start, end, E, BM, E, BE, True)
+        store_tile(DX, b_dx, start, end, E, BM, E, BE)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def token_gradient_kernel(
+    X, W, BIAS, TARGET, SPAN, GRAD, LSE, DW, DBIAS, num_rows, num_tokens, E: tl.constexpr, BE: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """DW and DBIAS of a block of tokens."""
+    begin, end = 0, num_rows
+    if SPAN is not None:
+        begin, end = tl.load(SPAN), tl.load(SPAN + 1)
+    first = tl.program_id(0) * BN
+    o_n = first + tl.arange(0, BN)
+    b_w, bias = load_tokens(W, BIAS, first, num_tokens, E, BE, BN)
+    b_dw, dbias = tl.zeros([BN, BE], tl.float32), tl.zeros([BN], tl.float32)
+    for start in range(begin, end, BM):
+        o_m = start + tl.arange(0, BM)
+        b_x = load_tile(X, start, end, E, BM, E, BE, True)  # [BM, BE]
+        grad, target, lse = load_rows_known(GRAD, TARGET, LSE, o_m, o_m < end)
+        s = tl.dot(b_w, tl.trans(b_x), input_precision=PRECISION) * LOG2E + bias[:, None]  # [BN, BM]
+        wanted = o_n[:, None] == target[None, :]
+        ds = (tl.exp2(s - lse[None, :]) - tl.where(wanted, 1.0, 0.0)) * grad[None, :]
+        b_dw = tl.dot(ds.to(b_x.dtype), b_x, b_dw, input_precision=PRECISION)
+        dbias += tl.sum(ds, 1)
+    store_tile(DW, b_dw, first, num_tokens, E, BN, E, BE)
+    tl.store(DBIAS + o_n, dbias, mask=o_n < num_tokens)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None = None) -> Tensor:
+    """Losses (T,), in float32, of x (T,E), weight (V,E), in the type of x, bias (V,) and target (T,), int64.
+
+    A negative target is none. Rows outside of span (2,), int32, have no loss.
+    """
+    losses: Tensor = cross_entropy_forward(x.contiguous(), weight.contiguous(), bias, target.contiguous(), span)[0]
+    return losses
+
+
+def settings(x: Tensor) -> dict[str, Any]:
+    """What all kernels are compiled for."""
+    return {"E": x.shape[1], "BE": block_width(x.shape[1]), "PRECISION": dot_precision()}
+
+
+def tile(kernel: str, x: Tensor) -> dict[str, int]:
+    """Rows and tokens of a tile, so many that what a thread holds of logits and sums fits into registers."""
+    rows, tokens, warps, stages = 32, 32, 8, 1  # float32, which has no tensor cores
+    if x.dtype != torch.float32:
+        wide, warps, stages = block_width(x.shape[1]) > 128, 4, 3 if kernel == "forward" else 2
+        rows = 32 if wide and kernel == "tokens" else 64
+        tokens = (128 if kernel == "forward" else 64) // (2 if wide and kernel != "tokens" else 1)
+    return {"BM": rows, "BN": tokens, "num_warps": warps, "num_stages": stages}
+
+
+def split(num_tokens: int, block: int) -> tuple[int, int]:
+    """Into how many parts the tokens are split, and how many tiles of `block` each has. None is empty."""
+    blocks = triton.cdiv(num_tokens, block)
+    tiles = triton.cdiv(blocks, max(1, min(SPLITS, triton.cdiv(num_tokens, SPLIT))))
+    return triton.cdiv(blocks, tiles), tiles
+
+
+@operator("cross_entropy")
+def cross_entropy_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Losses, and the logarithms to the base 2 of the sums of exponentials (T,)."""
+    rows, tokens, how = len(x), len(weight), settings(x) | tile("forward", x)
+    losses, lse = cross_entropy_results(x)
+    if rows:
+        losses.zero_()  # of rows outside of the span
+        splits, tiles = split(tokens, how["BN"])
+        parts, grid = lse.new_empty(splits, 3, rows), (triton.cdiv(rows, how["BM"]), splits)
+        launch(forward_kernel, grid, x, weight, bias, target, span, parts, rows, tokens, tiles, **how)
+        launch(loss_kernel, (triton.cdiv(rows, 128),), parts, target, span, losses, lse, rows, splits, BM=128)
+    return losses, lse
+
+
+@cross_entropy_forward.register_fake
+def cross_entropy_results(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@operator("cross_entropy_backward")
+def cross_entropy_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias."""
+    rows, tokens, how, known = len(x), len(weight), settings(x), (x, weight, bias, target, span)
+    grad_x, grad_weight, grad_bias = grads = cross_entropy_gradients(grad, *known)
+    grad, grad_x = grad.contiguous(), grad_x.zero_()  # of rows outside of the span
+    on_rows, on_tokens = tile("rows", x), tile("tokens", x)
+    splits, tiles = split(tokens, on_rows["BN"])
+    parts = grad_x if splits == 1 else x.new_empty(splits, *x.shape, dtype=torch.float32)
+    grid = triton.cdiv(rows, on_rows["BM"]), splits
+    launch(row_gradient_kernel, grid, *known, grad, lse, parts, rows, tokens, tiles, **how, **on_rows)
+    if splits > 1:
+        launch(join_kernel, grid[:1], parts, span, grad_x, rows, splits, E=how["E"], BE=how["BE"], BM=on_rows["BM"])
+    grid = (triton.cdiv(tokens, on_tokens["BN"]),)
+    launch(token_gradient_kernel, grid, *known, grad, lse, grad_weight, grad_bias, rows, tokens, **how, **on_tokens)
+    return grads
+
+
+@cross_entropy_backward.register_fake
+def cross_entropy_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def cross_entropy_autograd(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    if not grad.numel():
+        return *(torch.zeros_like(each) for each in ctx.saved_tensors[:3]), None, None
+    return *cross_entropy_backward(grad, *ctx.saved_tensors), None, None
+
+
+cross_entropy_forward.register_autograd(cross_entropy_autograd, setup_context=keep_for_backward)
+
+
+@register_flop_formula(torch.ops.mgk.cross_entropy)
+def _(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * x[0] * weight[0] * x[1]
+
+
+@register_flop_formula(torch.ops.mgk.cross_entropy_backward)
+def _(grad: Any, x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 8 * x[0] * weight[0] * x[1]
