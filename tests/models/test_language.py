@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from mgk.models import LanguageModelConfig, build
+from mgk.nn import output
+from mgk.ops import linear
+from mgk.ops.api import HAS_TRITON
 from tests.models.common import KINDS, make, plain_encoder, random_tokens
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -109,11 +112,14 @@ def test_last_positions_alone(form: str) -> None:
     torch.testing.assert_close(model.loss(data)["loss"], losses.mean(), **CLOSE)
 
 
-def test_capturable() -> None:
-    """An adaptive softmax and a causal linear scan look at numbers on the host."""
-    assert make("language", cutoffs=()).capturable
-    assert not make("language").capturable
-    assert not make("language", "smlk", cutoffs=()).capturable
+def test_capturable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels an adaptive softmax and a causal linear scan look at numbers on the host."""
+    models = [make("language", cutoffs=()), make("language"), make("language", "smlk", cutoffs=())]
+    assert [model.capturable for model in models] == [True, HAS_TRITON, HAS_TRITON]
+    assert not make("language", "smlk", cutoffs=(), feature_map="dpfp").capturable
+    for module in (output, linear):
+        monkeypatch.setattr(module, "HAS_TRITON", False)
+    assert [model.capturable for model in models] == [True, False, False]
     for other in ("classifier", "matcher", "vision"):
         assert make(other).capturable
 

@@ -5,6 +5,7 @@ B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -55,10 +56,12 @@ def test_the_scan_handed_to_fla_is_the_chunked_form(scale: float, monkeypatch: p
 
 
 def test_fla_asked_for_by_name_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
     arguments = {name: x.detach().float() for name, x in inputs(Nq=7).items()}
     with pytest.raises(ValueError, match=r"impl: 'triton' needs float32 or half on CUDA, got torch.float32 on cpu"):
         mlk_attention(**arguments, is_causal=True, impl="triton")
     on_gpu = FakeCuda(arguments["query"])
+    monkeypatch.setattr(linear, "HAS_FLA", True)
     refused = linear._fla_obstacle(on_gpu, arguments["key"][..., :5, :])  # type: ignore[arg-type]
     assert isinstance(refused, ValueError)
     assert "scans with Nq = Nk where is_causal=True, got Nq = 7, Nk = 5" in str(refused)
@@ -82,9 +85,10 @@ class FakeCuda:
 @pytest.mark.filterwarnings("ignore::ImportWarning")  # and about flash-attn, which it can do without
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_fla_agrees_on_cuda(dtype: torch.dtype, scale: float) -> None:
+def test_fla_agrees_on_cuda(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """TF32 has 11 bits: 2^-11 for each of the two products behind a sum, and for each of the two sums of a quotient."""
     pytest.importorskip("fla")
+    monkeypatch.setattr(linear, "_kernel_obstacle", lambda *_: ValueError("not these"))
     leaves = inputs(Nq=200, Nk=200, D=32, Dv=32, scale=scale)
     low = {name: x.detach().to("cuda", dtype).requires_grad_() for name, x in leaves.items()}
     high = {name: x.detach().double().requires_grad_() for name, x in low.items()}

@@ -16,6 +16,7 @@ from mgk.models.encoder import TokenEncoder
 from mgk.nn import StackCache, TiedSoftmax
 from mgk.nn.output import IGNORE
 from mgk.ops.cost import LINEAR
+from mgk.ops.linear import never_waits
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -41,11 +42,11 @@ class LanguageModel(nn.Module):
 
     @property
     def capturable(self) -> bool:
-        """Whether `loss` has fixed shapes and never waits for the device.
-
-        An adaptive softmax counts its targets on the host, and the causal scan of the linear family looks at its range.
-        """
-        return self.output.capturable and self.config.attention not in LINEAR
+        """Whether `loss` on a GPU has fixed shapes and never waits for the device."""
+        config = self.config
+        width = config.head_dim or config.width // config.heads
+        scan = config.attention not in LINEAR or never_waits(width, config.max_length, config.feature_map)
+        return self.output.capturable and scan
 
     def forward(
         self,

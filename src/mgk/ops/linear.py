@@ -7,7 +7,8 @@ The mixture is taken after the feature map. Once the features of a position are 
 forms differ only in which keys a query sees:
 
     parallel    all of them: add up S and z, then read them with every query; kernels in ops/triton/linear.py
-    chunked     causal: read the sums of the chunks before, add the pairs within the chunk, carry the sums on
+    chunked     causal: read the sums of the chunks before, add the pairs within the chunk, carry the sums on;
+                kernels in ops/triton/scan.py
     recurrent   the same step with the sums (`LinearState`) in the caller's hands, for any number of new tokens
 
 How it stays exact. Features are held as mantissa * exp(exponent) (`ScaledFeatures`). The sums of feature f carry
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 
 HAS_FLA = importlib.util.find_spec("fla") is not None  # found, not imported
 CHUNK = 128
-TRITON_WIDTH = 128  # of ops/triton/linear.py: a program holds the sums of a head
+TRITON_WIDTH = 128  # of our own kernels: a program holds the sums of a head
+# Our scan walks over a head's positions one tile after the other, fla-core's over all chunks at once. Not measured.
+LONG = 1024
 NEGLIGIBLE = -100.0  # exp of it is below the rounding of float32 by 30 orders of magnitude
 
 
@@ -86,8 +89,9 @@ def mlk_attention(
         key_mask: bool (B,Nk), True where a key takes part. A query with no key left gets zeros and zero gradients; so
             does one that has no feature in common with its keys (`dpfp`).
         impl: "auto"; "reference", the dense weights; "blockwise", linear in N forward and backward; "triton", on CUDA
-            the causal scan of fla-core for Nq = Nk, and without a causal mask kernels of our own for "elu" (widths up
-            to 128, differentiable once). One asked for by name is used or raises.
+            kernels of our own for "elu" (widths up to 128, with a causal mask Nq = Nk, differentiable once), and else
+            with a causal mask the scan of fla-core (Nq = Nk). "auto" prefers fla-core's for more than 1024 positions
+            where TF32 is allowed. One asked for by name is used or raises.
     """
     query, key, _ = check.check_query_key(query, key, None)
     return _attention(query, key, None, value, log_prior, feature_map, is_causal, key_mask, impl)
@@ -180,25 +184,26 @@ def _attention(
     is_causal = check.check_flag("is_causal", is_causal)
     impl = check.check_choice("impl", impl, IMPLEMENTATIONS)
     values, prior, mask, phi = _check(query, key, shift, value, log_prior, feature_map, key_mask)
-    on_gpu = impl == "triton" or (impl == "auto" and query.device.type == "cuda")
-    if on_gpu:
-        obstacle = _fla_obstacle(query, key) if is_causal else _kernel_obstacle(query, values, phi)
-        if impl == "triton" and obstacle is not None:
-            raise obstacle
-        on_gpu = obstacle is None
+    road = _gpu_road(query, key, values, phi, is_causal, impl)
     with torch.autocast(query.device.type, enabled=False):
-        if on_gpu and not is_causal:
-            from mgk.ops.triton import linear as kernels  # not loaded before it is needed
+        if road == "kernels":
+            from mgk.ops.triton import linear, scan  # not loaded before they are needed
 
-            return kernels.linear_attention(query, key, shift, values, prior, mask)
+            kernels = scan.scan_attention if is_causal else linear.linear_attention
+            return kernels(query, key, shift, values, prior, mask)
         reads, keys, values = _prepare(query, key, shift, values, prior, mask, phi)
         if impl == "reference":
             sums = _dense(reads, keys, values, is_causal)
-        elif on_gpu and (impl == "triton" or _tensor_cores_will_do(query.dtype)):
+        elif road == "fla":
             sums = _fla(reads, keys, values)
         else:
             sums = _blockwise(reads, keys, values, is_causal)
         return _quotient(sums).to(query.dtype)
+
+
+def never_waits(width: int, length: int, feature_map: object) -> bool:
+    """Whether causal attention on a GPU is kernels alone, of which none asks the host: a CUDA graph can hold it."""
+    return HAS_TRITON and feature_map == "elu" and width <= TRITON_WIDTH and not (HAS_FLA and length > LONG)
 
 
 def takes_rows(x: Tensor, width: int, feature_map: object, impl: str) -> bool:
@@ -482,36 +487,56 @@ def _fla(query: ScaledFeatures, key: ScaledFeatures, value: Tensor) -> Tensor:
     return sums.transpose(1, 2)  # type: ignore[no-any-return]
 
 
+def _gpu_road(query: Tensor, key: Tensor, value: Tensor, phi: FeatureMap, is_causal: bool, impl: str) -> str | None:
+    """Who computes this on a GPU: our "kernels" or "fla"; None is nobody, which is an error where it is asked for."""
+    if impl != "triton" and (impl != "auto" or query.device.type != "cuda"):
+        return None
+    obstacle = _kernel_obstacle(query, value, phi, is_causal)
+    fla = is_causal and _fla_obstacle(query, key) is None and (impl == "triton" or _tensor_cores_will_do(query.dtype))
+    if obstacle is None and not (fla and impl == "auto" and query.shape[2] > LONG):
+        return "kernels"
+    if not fla and impl == "triton":
+        raise obstacle  # type: ignore[misc]
+    return "fla" if fla else None
+
+
 def _fla_obstacle(query: Tensor, key: Tensor) -> Exception | None:
     """Why the scan of fla-core cannot run these arguments, as the exception to raise; None if it can."""
     if query.device.type != "cuda" or query.dtype == torch.float64:
         return ValueError(f"impl: 'triton' needs float32 or half on CUDA, got {query.dtype} on {query.device}")
-    if query.shape[2] != key.shape[-2]:
-        return ValueError(
-            f"impl: 'triton' scans with Nq = Nk where is_causal=True, got Nq = {query.shape[2]}, Nk = {key.shape[-2]}"
-        )
     if not HAS_FLA:
         return ImportError("impl: 'triton' runs on fla-core here, which is not installed: pip install 'mgk[fla]'")
-    return None
+    return _unequal_lengths(query, key)
 
 
-def _kernel_obstacle(query: Tensor, value: Tensor, phi: FeatureMap) -> Exception | None:
-    """The same of our own kernels, which know no causal mask. Triton's interpreter runs them on a CPU, for tests."""
+def _kernel_obstacle(query: Tensor, value: Tensor, phi: FeatureMap, is_causal: bool = False) -> Exception | None:
+    """The same of our own kernels. Triton's interpreter runs them on a CPU, for tests."""
     on_gpu = query.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if not on_gpu or query.dtype not in TRITON_DTYPES:
         return ValueError(f"impl: 'triton' needs float32 or half on CUDA, got {query.dtype} on {query.device}")
+    where = "without fla-core" if is_causal else "where is_causal=False"
     if phi is not elu:
         return ValueError(
-            f"impl: 'triton' has the feature map 'elu' alone where is_causal=False, got {getattr(phi, '__name__', phi)}"
+            f"impl: 'triton' has the feature map 'elu' alone {where}, got {getattr(phi, '__name__', phi)}"
         )
     if max(query.shape[-1], value.shape[-1]) > TRITON_WIDTH:
         return ValueError(
-            f"impl: 'triton' needs head widths D and Dv up to {TRITON_WIDTH} where is_causal=False, "
+            f"impl: 'triton' needs head widths D and Dv up to {TRITON_WIDTH} {where}, "
             f"got {query.shape[-1]} and {value.shape[-1]}"
         )
     if not HAS_TRITON:
         return ImportError("impl: 'triton' needs Triton, which is not installed: pip install 'mgk[gpu]'")
-    return None
+    return _unequal_lengths(query, value) if is_causal else None
+
+
+def _unequal_lengths(query: Tensor, key: Tensor) -> ValueError | None:
+    """The same of both, with a causal mask; the value will do for the key."""
+    num_queries, num_keys = query.shape[2], key.shape[-2]
+    if num_queries == num_keys:
+        return None
+    return ValueError(
+        f"impl: 'triton' scans with Nq = Nk where is_causal=True, got Nq = {num_queries}, Nk = {num_keys}"
+    )
 
 
 def _tensor_cores_will_do(dtype: torch.dtype) -> bool:

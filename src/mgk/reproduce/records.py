@@ -81,11 +81,11 @@ def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> 
         "versions": {"python": last["python"], **last["versions"]},
         "commit": ", ".join(commits), "data": last["data"], "starts": len(starts), "command": command(cell),
     }  # fmt: skip
-    if task.sliding and last["gpu"] is not None:  # minutes on a GPU, days without
+    if task.sliding and last["gpu"] is not None:  # half a minute on a GPU, days without
         add(
             record,
             "test_sliding",
-            lambda: score(task.metric, evaluate(run, sliding=True, data_root=data_root)[SLIDING]),
+            lambda: score(task.metric, evaluate(run, sliding=True, batch=1024, data_root=data_root)[SLIDING]),
         )
     add(record, "inside", lambda: inside(run, data_root))
     record["curve"] = {event: curve([line for line in log if line["event"] == event]) for event in ("train", "valid")}

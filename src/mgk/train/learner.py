@@ -55,7 +55,10 @@ class Learner:
         possible = self.device.type == "cuda" and fabric.world_size == 1
         possible = possible and self.model.capturable and not config.model.recompute
         if config.graphs == "on" and not possible:
-            raise ValueError("graphs: on needs one CUDA GPU, and a model without adaptive softmax and recomputation")
+            raise ValueError(
+                "graphs: on needs one CUDA GPU, Triton for an adaptive softmax or causal linear attention, and no "
+                "recomputation"
+            )
         if possible and config.graphs != "off" and not config.compile:
             train = Graphs(self._update, self.device)
             self.run: Callable[[Batch], None] = train
