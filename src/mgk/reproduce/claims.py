@@ -11,12 +11,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from mgk.reproduce.grid import LANGUAGE, LRA, PAIRS, TASKS, Row
 from mgk.reproduce.intervals import difference, interval
 from mgk.reproduce.paper import SAME, SEEDS, published
 from mgk.reproduce.records import Record
+from mgk.reproduce.steps import Steps
 
 Verdict = Literal["yes", "no", "within noise", "not enough data"]
 SEVERITY: tuple[Verdict, ...] = ("no", "within noise", "yes")
@@ -50,8 +52,10 @@ class Claim:
         return SEVERITY[statistics.median_low(found)] if found else "not enough data"
 
 
-def claims(table: Table, timings: Sequence[dict[str, Any]] = ()) -> list[Claim]:
-    """All claims; `table` holds the records by task and row, `timings` the rows of results/bench-cuda.json."""
+def claims(table: Table, timings: Sequence[dict[str, Any]] = (), steps: Steps = MappingProxyType({})) -> list[Claim]:
+    """All claims; `table` holds the records by task and row, `timings` the rows of results/bench-cuda.json, and `steps`
+    what is in results/steps.json.
+    """
     return [
         Claim(
             "Comparable or better at half the heads",
@@ -76,9 +80,9 @@ def claims(table: Table, timings: Sequence[dict[str, Any]] = ()) -> list[Claim]:
         ),
         Claim(
             "Faster in training at half the heads",
-            "Time per step of cells that had one and the same kind of GPU to themselves. yes: at least 2% less; no: at "
-            "least 2% more; else within noise.",
-            [faster(table, *pair) for pair in half_heads()],
+            "Time per training step, one row after the other with a GPU to themselves (`mgk reproduce steps`, "
+            "results/steps.json). yes: at least 2% less; no: at least 2% more; else within noise.",
+            [faster(steps, *pair) for pair in half_heads()],
         ),
         Claim(
             "Faster in inference at half the heads",
@@ -199,17 +203,14 @@ def cheaper(table: Table, task: str, mixture: Row, baseline: Row, what: str) -> 
     return Comparison(name, "yes" if a < b else "no", f"{shown[0]} against {shown[1]}")
 
 
-def faster(table: Table, task: str, mixture: Row, baseline: Row) -> Comparison:
+def faster(steps: Steps, task: str, mixture: Row, baseline: Row) -> Comparison:
     name = f"{task}: {mixture.label} against {baseline.label}"
-    ours, theirs = ([r for r in row if r.values["jobs"] == 1] for row in _both(table, task, mixture, baseline))
-    kinds = {r.values["gpu"] for r in ours} & {r.values["gpu"] for r in theirs} - {None}
-    if not kinds:
+    times = steps[task]["rows"] if task in steps else {}
+    ours, theirs = times.get(mixture.name), times.get(baseline.name)
+    if ours is None or theirs is None:
         return Comparison(name, "not enough data")
-    gpu = min(kinds)
-    a, b = (
-        statistics.median(r.values["seconds_per_step"] for r in row if r.values["gpu"] == gpu) for row in (ours, theirs)
-    )
-    return Comparison(name, speed(b / a), f"{1e3 * a:.2f} against {1e3 * b:.2f} ms, {gpu}")
+    gpu = steps[task]["environment"]["gpu"]
+    return Comparison(name, speed(theirs / ours), f"{1e3 * ours:.2f} against {1e3 * theirs:.2f} ms, {gpu}")
 
 
 def timed(row: dict[str, Any]) -> Comparison:

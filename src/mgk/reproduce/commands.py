@@ -9,7 +9,9 @@ import tyro
 
 
 def reproduce(
-    what: tyro.conf.Positional[Literal["table1", "table2", "table3", "table4", "ablations", "all", "figures"]] = "all",
+    what: tyro.conf.Positional[
+        Literal["table1", "table2", "table3", "table4", "ablations", "all", "steps", "figures"]
+    ] = "all",
     budget: float | None = None,
     jobs: int = 1,
     seeds: int = 5,
@@ -28,13 +30,14 @@ def reproduce(
     Every model is trained once before any is trained twice, the rows with 8 and 4 heads first, on every set that is
     prepared. A finished training is one small file in RESULTS; what the budget cut short is a checkpoint in RUNS, and
     the same command goes on with it. `mgk reproduce figures` writes the tables, the verdict on each of the paper's
-    claims and the curves from those files; `--check` verifies that they still say so. On a machine without tyro, the
-    same: python -m mgk.reproduce table1.
+    claims and the curves from those files; `--check` verifies that they still say so. `mgk reproduce steps` times a
+    training step of every row, one row after the other, into `steps.json` beside RESULTS. On a machine without tyro,
+    the same: python -m mgk.reproduce table1.
 
     In Python: `mgk.reproduce.sit(mgk.reproduce.cells("table1"), budget=60)`.
 
     Args:
-        what: a table, the ablations, all of them, or the report with its figures.
+        what: a table, the ablations, all of them, the times of steps, or the report with its figures.
         budget: stop within so many minutes, with a checkpoint of what is under way.
         jobs: trainings side by side on one device.
         seeds: trainings of each row.

@@ -157,6 +157,11 @@ class Row:
     option: str = ""
 
     @property
+    def name(self) -> str:
+        """E.g. smgk-h4-hard."""
+        return f"{self.attention}-h{self.heads}" + (f"-{self.option}" if self.option else "")
+
+    @property
     def label(self) -> str:
         """E.g. "sMGK 4, hard E-step"."""
         return f"{NAMES[self.attention]} {self.heads}" + (f", {MEANING[self.option]}" if self.option else "")
@@ -189,8 +194,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        option = f"-{self.row.option}" if self.row.option else ""
-        return f"{self.task}/{self.row.attention}-h{self.row.heads}{option}-s{self.seed}"
+        return f"{self.task}/{self.row.name}-s{self.seed}"
 
     @property
     def config(self) -> Config:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mgk.reproduce import grid, records
 from mgk.reproduce.report import FIGURES, read_timings, report
 from mgk.reproduce.runner import RESULTS, RUNS, Tally, sit
+from mgk.reproduce.steps import STEPS, measure, read_steps
 from mgk.train.files import write_text
 
-What = Literal["table1", "table2", "table3", "table4", "ablations", "all", "figures"]
+What = Literal["table1", "table2", "table3", "table4", "ablations", "all", "steps", "figures"]
 REPORT = Path("docs") / "results.md"
 
 
@@ -42,12 +43,16 @@ def reproduce(
         write(results, out)
         return None
     chosen = [grid.Cell.parse(name) for name in cells]
+    if what == "steps":
+        chosen = chosen or grid.cells("all", seeds=1, tasks=recipes, heads=heads)
+        absent = measure(chosen, results.parent / STEPS.name, data_root=data_root, device=device)
+        tell_absent(absent)
+        return None
     chosen = chosen or grid.cells(what, seeds=seeds, tasks=recipes, heads=heads)
     tally = sit(
         chosen, budget=budget, jobs=jobs, results=results, runs=runs, data_root=data_root, device=device, quiet=False
     )
-    for task, reason in tally.absent.items():
-        print(f"{task}: left out: {reason}")
+    tell_absent(tally.absent)
     before = len(chosen) - sum(map(len, (tally.finished, tally.failed, tally.left)))
     before -= sum(cell.task in tally.absent and not records.path_of(results, cell).exists() for cell in chosen)
     print(
@@ -59,8 +64,13 @@ def reproduce(
     return tally
 
 
+def tell_absent(absent: Mapping[str, str]) -> None:
+    for task, reason in absent.items():
+        print(f"{task}: left out: {reason}")
+
+
 def text(found: Sequence[records.Record], results: Path) -> str:
-    return report(found, read_timings(results.parent / "bench-cuda.json"))
+    return report(found, read_timings(results.parent / "bench-cuda.json"), read_steps(results.parent / STEPS.name))
 
 
 def write(results: Path, out: Path) -> None:

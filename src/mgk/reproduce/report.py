@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mgk.analysis.tables import Table
@@ -15,6 +16,7 @@ from mgk.reproduce.grid import GROUPS, MEANING, NAMES, TASKS, Cell, Row, rows
 from mgk.reproduce.intervals import interval
 from mgk.reproduce.paper import published
 from mgk.reproduce.records import Record, command
+from mgk.reproduce.steps import Steps
 
 DIGITS = {"accuracy": 2, "perplexity": 2, "bits": 4}
 UNITS = {"accuracy": "test accuracy %", "perplexity": "test perplexity", "bits": "test bits per byte"}
@@ -69,17 +71,19 @@ def tabulate(records: Sequence[Record]) -> dict[str, dict[Row, list[Record]]]:
     return table
 
 
-def report(records: Sequence[Record], timings: Sequence[dict[str, Any]] = ()) -> str:
+def report(
+    records: Sequence[Record], timings: Sequence[dict[str, Any]] = (), steps: Steps = MappingProxyType({})
+) -> str:
     """The page."""
     table = tabulate(records)
     example = records[0].cell if records else Cell("listops", Row("smgk", 4), 0)
-    found = claims(table, timings)
+    found = claims(table, timings, steps)
     parts = [HEAD.format(command=command(example)), "## The paper's claims\n", summary(found)]
     for target, title in TITLES.items():
         parts += [f"## {title}\n", *([NOTES[target] + "\n"] if target in NOTES else [])]
         shown = [section(target, task, table[task]) for task in GROUPS[target][0] if task in table]
         parts += [part for part in shown if part] or ["No records yet.\n"]
-    parts += ["## What it costs\n", *([costs(table)] if table else []), COSTS]
+    parts += ["## What it costs\n", *([costs(table, steps)] if table else []), COSTS]
     if table:
         parts += ["## Training curves\n", *map(picture, drawn(table))]
     if seen := looked_into(table):
@@ -169,29 +173,27 @@ def mean(values: Sequence[float], digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
 
-def costs(table: Mapping[str, Rows]) -> str:
-    """Parameters, FLOPs, time and memory of every row; time is comparable where as many ran side by side."""
+def costs(table: Mapping[str, Rows], steps: Steps) -> str:
+    """Parameters, FLOPs, time and memory of every row."""
     lines = []
     for task in TASKS:
         for row, found in sorted(table.get(task, {}).items()):
-            jobs = sorted({record.values["jobs"] for record in found})
-            alone = [record for record in found if record.values["jobs"] == jobs[0]]
+            seconds = steps[task]["rows"].get(row.name) if task in steps else None
             lines.append(
                 [
                     task,
                     row.label,
                     f"{found[0].values['parameters']:,}",
                     f"{found[0].values['flops'] / 1e9:.3g}",
-                    f"{1e3 * statistics.median(record.values['seconds_per_step'] for record in alone):.2f}",
-                    str(jobs[0]),
+                    "-" if seconds is None else f"{1e3 * seconds:.2f}",
                     f"{max(record.values['peak_bytes'] for record in found) / 2**20:,.0f}",
                 ]
             )
     note = (
-        "GFLOPs are those of one example of full length, forward and backward of the layers. Time per step is the "
-        "median over a run, evaluations left out; with others on the same GPU it says little about the model.\n"
+        "GFLOPs are those of one example of full length, forward and backward of the layers. A step is timed with the "
+        "GPU to itself, by `mgk reproduce steps`; the trainings ran side by side.\n"
     )
-    header = ["task", "model", "parameters", "GFLOPs", "ms/step", "side by side", "peak MiB"]
+    header = ["task", "model", "parameters", "GFLOPs", "ms/step", "peak MiB"]
     return note + "\n" + Table(header, lines).markdown()
 
 
