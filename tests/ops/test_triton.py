@@ -104,10 +104,10 @@ def test_each_head_takes_its_road() -> None:
     """A head whose numbers reach too far does not slow the others down, and all are right."""
     inputs = heads_of_both_roads()
     there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
-    none = (None, None, None)
+    none = (None, None, None, None)
     far = kernels.shifted_forward(
         there["query"], there["key"], there["shift"], there["value"], there["log_prior"], *none, CASE.D**0.5, False,
-        False, 0.0,
+        False, 0.0, 0,
     )[-1]  # fmt: skip
     assert (far[:, 0] > 0).tolist() == [False, False, True, False]
     assert_close(inputs, {})
@@ -269,8 +269,8 @@ def test_a_head_with_a_query_far_from_all_keys_is_left_to_the_second_launch() ->
     inputs = far_from_all_keys("smgk")
     there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
     far = kernels.shifted_forward(
-        there["query"], there["key"], there["shift"], there["value"], there["log_prior"], None, None, None, CASE.D**0.5,
-        True, False, 0.0,
+        there["query"], there["key"], there["shift"], there["value"], there["log_prior"], None, None, None, None,
+        CASE.D**0.5, True, False, 0.0, 0,
     )[-1]  # fmt: skip
     assert not far[:, 0].any()  # which programs read while others find misfits: all warps of one must read the same
     assert (far[:, 1] > 0).tolist() == [False, False, True, False]
@@ -317,7 +317,7 @@ def test_left_padding_is_no_misfit(variant: str) -> None:
         there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
         far = kernels.shifted_forward(
             there["query"], there["key"], there["shift"], there["value"], there["log_prior"], mask.to(DEVICE), None,
-            None, CASE.D**0.5, False, True, 0.0,
+            None, None, CASE.D**0.5, False, True, 0.0, 0,
         )[-1]  # fmt: skip
         assert not far.any()
 
@@ -436,14 +436,11 @@ def test_operators_pass_opcheck() -> None:
     key = torch.randn(1, 2, 2, 24, 16, device=DEVICE, requires_grad=True)
     shift, prior = torch.randn(2, 2, 16, device=DEVICE, requires_grad=True), torch.zeros(2, 2, device=DEVICE)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    masks = (None, None, None)
+    rest = (None, None, None, None, 4.0, False, True, 0.0, 0)
     torch.library.opcheck(
-        kernels.shifted_forward.op, (query, key[:, :, 0].detach(), shift, value, prior, *masks, 4.0, False, True, 0.0),
-        test_utils=tests,
-    )  # fmt: skip
-    torch.library.opcheck(
-        kernels.mixture_forward.op, (query, key, value, prior, None, *masks, 4.0, False, True, 0.0), test_utils=tests
+        kernels.shifted_forward.op, (query, key[:, :, 0].detach(), shift, value, prior, *rest), test_utils=tests
     )
+    torch.library.opcheck(kernels.mixture_forward.op, (query, key, value, prior, None, *rest), test_utils=tests)
 
 
 def test_flop_formulas() -> None:

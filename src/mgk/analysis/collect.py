@@ -141,7 +141,8 @@ def watched(modules: dict[str, MixtureAttention], visit: Callable[[Layer], None]
 def _layer(name: str, module: MixtureAttention, query: Tensor, key: Tensor, seen: dict[str, Any]) -> Layer:
     dtype = torch.promote_types(query.dtype, torch.float32)  # half precision is looked at in single
     mixture = {
-        name: None if value is None else value.detach().to(dtype) for name, value in module._mixture(key).items()
+        name: None if value is None else value.detach().to(dtype)
+        for name, value in module._mixture(key.shape[-2]).items()
     }
     prior = module.prior.to(dtype)
     return Layer(

@@ -81,12 +81,12 @@ def passes(family: str, hard: bool, shape: Shape) -> dict[str, Callable[[], Any]
     )
     if family == "shifted":
         shift = torch.randn(heads, 2, width, device="cuda")
-        tensors: tuple[Any, ...] = (query, make(batch, heads, length, width), shift, value, prior, None, None, None)
+        tensors: tuple[Any, ...] = (query, make(batch, heads, length, width), shift, value, prior, *[None] * 4)
         run, run_backward = ours.shifted_forward, ours.shifted_backward
     else:
-        tensors = (query, make(batch, heads, 2, length, width), value, prior, None, None, None, None)
+        tensors = (query, make(batch, heads, 2, length, width), value, prior, *[None] * 5)
         run, run_backward = ours.mixture_forward, ours.mixture_backward
-    options = width**0.5, hard, causal, 0.0
+    options = width**0.5, hard, causal, 0.0, 0
     results = run(*tensors, *options)
     grad = torch.randn_like(results[0])
     return {

@@ -313,16 +313,9 @@ class MixtureAttention(nn.Module):
         self._check_positions(packing.shape[1])
         check_rotation(rotary, self.rotary_dim, packing.shape, self.head_dim, True)
         is_causal = is_causal or self.causal
-        if self.variant == "softmax" and rotary is None:
-            options: Options = {"is_causal": is_causal, "dropout_p": self._dropout_p, "impl": self.impl}
-            return self._joined(packed_softmax_attention(*self._project(x, x, x), packing, **options))
-        rows = self.variant in LINEAR and rotary is None and not is_causal
-        if rows and takes_rows(x, self.head_dim, self.feature_map, self.impl):
-            q, k, v = self._project(x, x, x)
-            mixture = self._mixture(k)
-            k = k if k.dim() == 5 or mixture["shift"] is not None else k[:, :, None]
-            ends, longest = packing.ends, packing.shape[1]
-            return self._joined(rows_attention(q, k, mixture["shift"], v, mixture["log_prior"], ends, longest))
+        heads = self._rows(x, packing, is_causal) if rotary is None else None
+        if heads is not None:
+            return through(self.out_proj, heads.transpose(1, 2).flatten(2).squeeze(0))
         q, k, v = self._project(x, x, x, packing)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -332,8 +325,27 @@ class MixtureAttention(nn.Module):
             self._m_step(q, k, seen, packing.mask)
         return through(self.out_proj, packing.pack(heads.transpose(1, 2).flatten(2)))
 
-    def _joined(self, heads: Float[Tensor, "1 h t d"]) -> Float[Tensor, "t e"]:
-        return through(self.out_proj, heads.transpose(1, 2).flatten(2).squeeze(0))
+    def _rows(self, x: Float[Tensor, "1 t e"], packing: Packing, is_causal: bool) -> Float[Tensor, "1 h t d"] | None:
+        """The heads, where kernels read packed rows as they lie; None where they do not."""
+        if self.variant == "softmax":
+            options: Options = {"is_causal": is_causal, "dropout_p": self._dropout_p, "impl": self.impl}
+            return packed_softmax_attention(*self._project(x, x, x), packing, **options)
+        if self.variant in LINEAR:
+            fits = not is_causal and takes_rows(x, self.head_dim, self.feature_map, self.impl)
+        else:
+            # A prior per position is one of the padded batch, which says where a token stands in its row.
+            by_position = self.log_prior is not None and self.log_prior.dim() == 3
+            fits = not (self._steps or by_position) and api.takes_rows(x, self.head_dim, self.impl)
+        if not fits:
+            return None
+        (q, k, v), ends, longest = self._project(x, x, x), packing.ends, packing.shape[1]
+        mixture = self._mixture(longest)
+        shift, log_prior, variance = mixture["shift"], mixture["log_prior"], mixture["variance"]
+        if self.variant in LINEAR:
+            k = k if k.dim() == 5 or shift is not None else k[:, :, None]
+            return rows_attention(q, k, shift, v, log_prior, ends, longest)
+        how = self.e_step, is_causal, self._dropout_p
+        return api.rows_attention(q, k, shift, v, log_prior, variance, *how, ends, longest)
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None
@@ -403,7 +415,7 @@ class MixtureAttention(nn.Module):
         query_mask: Tensor | None,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        mixture = self._mixture(key) | seen
+        mixture = self._mixture(key.shape[-2]) | seen
         weights = api.attention_weights(query, key, e_step=self.e_step, **mixture) if need_weights else None
         options: Options = {
             "e_step": self.e_step, "dropout_p": self._dropout_p, "query_mask": query_mask, "impl": self.impl,
@@ -416,7 +428,7 @@ class MixtureAttention(nn.Module):
     def _linear(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Options, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        mixture = self._mixture(key)
+        mixture = self._mixture(key.shape[-2])
         shift = mixture["shift"]
         options: Options = {
             "log_prior": mixture["log_prior"], "feature_map": self.feature_map, "impl": self.impl, **seen,
@@ -433,7 +445,7 @@ class MixtureAttention(nn.Module):
 
     def _linear_step(self, query: Tensor, key: Tensor, value: Tensor, seen: Options, cache: StateCache) -> Tensor:
         mask = None if seen["key_mask"] is None else seen["key_mask"][:, cache.length :]  # of the new keys alone
-        mixture = self._mixture(key)
+        mixture = self._mixture(key.shape[-2])
         output, state = linear_step(
             cache.state,
             query,
@@ -447,13 +459,13 @@ class MixtureAttention(nn.Module):
         cache.advance(state, query.shape[2])
         return output
 
-    def _mixture(self, key: Tensor) -> Options:
-        """What makes a mixture of the keys, by the names of `mgk.ops`."""
+    def _mixture(self, num_keys: int) -> Options:
+        """What makes a mixture of so many keys, by the names of `mgk.ops`."""
         log_prior, shift = self.log_prior, self.key_shift
         if self.mixing == "keys":  # it is made
             log_prior = shift = None
         if log_prior is not None and log_prior.dim() == 3:
-            log_prior = log_prior[..., : key.shape[-2]]
+            log_prior = log_prior[..., :num_keys]
         # A backend may keep them for backward, and the M-step writes into the buffers.
         if log_prior is not None and "log_prior" in self.moving:
             log_prior = log_prior.clone()
@@ -464,7 +476,7 @@ class MixtureAttention(nn.Module):
 
     @torch.no_grad()
     def _m_step(self, query: Tensor, key: Tensor, seen: Options, query_mask: Tensor | None) -> None:
-        mixture = self._mixture(key)  # before any of it moves
+        mixture = self._mixture(key.shape[-2])  # before any of it moves
         if self.prior_kind == "em":
             assert self.log_prior is not None  # the buffer
             total, count = prior_statistics(query, key, **mixture, **seen, query_mask=query_mask, impl=self.impl)

@@ -17,7 +17,7 @@ from mgk.ops import blockwise, reference
 from mgk.ops.common import compute_dtype, shifted_keys
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
@@ -268,6 +268,35 @@ def update_components(
 def small_kernels(x: Tensor) -> bool:
     """Whether kernels of our own may stand for some of PyTorch's operators: on a GPU, where no compiler fuses those."""
     return x.is_cuda and HAS_TRITON and not torch.compiler.is_compiling()
+def takes_rows(x: Tensor, width: int, impl: str) -> bool:
+    """Whether `rows_attention` has kernels for heads of this width, of what is made of x."""
+    fits = x.dtype in TRITON_DTYPES and width <= TRITON_WIDTH
+    return HAS_TRITON and fits and (impl == "triton" or (impl == "auto" and x.is_cuda))
+
+
+def rows_attention(
+    query: Float[Tensor, "1 h t d"],
+    key: Float[Tensor, "1 h m t d"] | Float[Tensor, "1 h t d"],
+    shift: Float[Tensor, "h m d"] | None,
+    value: Float[Tensor, "1 h t dv"],
+    log_prior: Float[Tensor, "h m"] | Float[Tensor, "h m n"] | None,
+    variance: Float[Tensor, "h m"] | None,
+    e_step: str,
+    is_causal: bool,
+    dropout_p: float,
+    ends: Int[Tensor, " b+1"],
+    longest: int,
+) -> Float[Tensor, "1 h t dv"]:
+    """Attention within the rows ends[b] to ends[b+1] for each b, of which none has more than `longest`; zero behind."""
+    from mgk.ops import triton  # not loaded before it is needed
+
+    components = key.shape[2] if shift is None else shift.shape[1]
+    s2 = check.check_variance(variance, query.shape[1], components, query)
+    with torch.autocast(query.device.type, enabled=False):
+        options = value, log_prior, s2, e_step, is_causal, None, dropout_p, None, ends, longest
+        if shift is None:
+            return triton.mgk_attention(query, key, *options)
+        return triton.smgk_attention(query, key, shift, *options)
 
 
 def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.operator import operator
 from mgk.ops.triton import mixture, primitives, shifted, short
-from mgk.ops.triton.bias import key_bias, shifted_bias, side_by_side, spans
+from mgk.ops.triton.bias import key_bias, prior_positions, shifted_bias, side_by_side, spans
 from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
 from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
 from mgk.ops.triton.launch import launch
@@ -27,7 +27,7 @@ __all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
 
 LOG2E = math.log2(math.e)
 MAX_WIDTH = 256
-PAD = 128
+PAD = primitives.PAD.value
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What the last sweep wants instead of the table, (family, kernel) -> Tile; see mgk.bench.
 tile_override: dict[tuple[str, str], Tile] = {}
@@ -36,16 +36,23 @@ tile_override: dict[tuple[str, str], Tile] = {}
 def mgk_attention(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variance: float | Tensor, e_step: str,
     is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
+    ends: Tensor | None = None, longest: int = 0,
 ) -> Tensor:  # fmt: skip
+    """Query (B,H,Nq,D), key (B,H,M,Nk,D), value (B,H,Nk,Dv) -> (B,H,Nq,Dv).
+
+    With `ends`, int32 (B+1,), these are batches of one with packed rows: sequence b has the rows ends[b] to ends[b+1],
+    no more than `longest`, and attends to itself. There are no masks then, and a prior per position (H,M,Np) has
+    Np >= longest. What is behind the last sequence does not matter; it gets zeros.
+    """
     require_support(query, value)
-    if decodes(dropout_p, query_mask, query, key, value, log_prior, variance):
+    if ends is None and decodes(dropout_p, query_mask, query, key, value, log_prior, variance):
         return decode_few(query, key, None, value, log_prior, variance, e_step, is_causal, key_mask)
     per_component = variance.float() if isinstance(variance, Tensor) else None
     number = 1.0 if isinstance(variance, Tensor) else variance
     seed = draw_seed(dropout_p, query)
     result = mixture_forward(
         dense(query), dense(key), dense(value), contiguous(log_prior), contiguous(per_component), contiguous(key_mask),
-        contiguous(query_mask), seed, number, e_step == "hard", is_causal, dropout_p,
+        contiguous(query_mask), seed, contiguous(ends), number, e_step == "hard", is_causal, dropout_p, longest,
     )  # fmt: skip
     return result[0]
 
@@ -53,18 +60,21 @@ def mgk_attention(
 def smgk_attention(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, variance: float | Tensor,
     e_step: str, is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
+    ends: Tensor | None = None, longest: int = 0,
 ) -> Tensor:  # fmt: skip
+    """`mgk_attention` on the keys k_j + b_r, of key (B,H,Nk,D) and shift (H,M,D)."""
     require_support(query, value)
-    if decodes(dropout_p, query_mask, query, key, shift, value, log_prior, variance):
+    if ends is None and decodes(dropout_p, query_mask, query, key, shift, value, log_prior, variance):
         return decode_few(query, key, shift, value, log_prior, variance, e_step, is_causal, key_mask)
     if isinstance(variance, Tensor):  # q.k / s2_r differs between the components: nothing factors
         keys = (key.float()[:, :, None] + shift.float()[None, :, :, None]).to(key.dtype)
         return mgk_attention(
-            query, keys, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask
+            query, keys, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask, ends, longest
         )
     result = shifted_forward(
         dense(query), dense(key), shift.contiguous(), dense(value), contiguous(log_prior), contiguous(key_mask),
-        contiguous(query_mask), draw_seed(dropout_p, query), variance, e_step == "hard", is_causal, dropout_p,
+        contiguous(query_mask), draw_seed(dropout_p, query), contiguous(ends), variance, e_step == "hard", is_causal,
+        dropout_p, longest,
     )  # fmt: skip
     return result[0]
 
@@ -139,11 +149,16 @@ def padded(length: int) -> int:
     return -(-length // PAD) * PAD
 
 
-def common(query: Tensor, key: Tensor, value: Tensor, components: int) -> dict[str, Any]:
-    width, value_width, lengths = query.shape[-1], value.shape[-1], (query.shape[2], key.shape[-2])
+def lengths(query: Tensor, key: Tensor, ends: Tensor | None, longest: int) -> tuple[int, int, int]:
+    """B, and how many queries and keys each has, or where they are packed has at most."""
+    return (query.shape[0], query.shape[2], key.shape[-2]) if ends is None else (ends.shape[0] - 1, longest, longest)
+
+
+def common(query: Tensor, key: Tensor, value: Tensor, components: int, packed: bool = False) -> dict[str, Any]:
+    width, value_width, sizes = query.shape[-1], value.shape[-1], (query.shape[2], key.shape[-2])
     return {
         "D": width, "DV": value_width, "BD": block_width(width), "BV": block_width(value_width), "M": components,
-        "EVEN": min(lengths) > 0 and not any(length % PAD for length in lengths), "PRECISION": dot_precision(),
+        "EVEN": not packed and min(sizes) > 0 and not any(size % PAD for size in sizes), "PRECISION": dot_precision(),
     }  # fmt: skip
 
 
@@ -197,12 +212,12 @@ def programs(blocks: int, how: dict[str, Any]) -> tuple[int]:
     return (min(blocks, FEW) if how.get("HEADS") == FAR else blocks,)
 
 
-def section(key: Tensor, value: Tensor, causal: bool) -> int:
+def section(key: Tensor, value: Tensor, num_keys: int, causal: bool) -> int:
     """How many heads are worked on at once: one, or where rows differ in length as many as half the cache holds."""
     if not causal:
         return 1
-    per_head = (math.prod(key.shape[2:]) + math.prod(value.shape[2:])) * key.element_size()
-    return max(1, CACHE_BYTES // 2 // max(1, per_head))
+    per_key = (math.prod(key.shape[2:-2]) * key.shape[-1] + value.shape[-1]) * key.element_size()
+    return max(1, CACHE_BYTES // 2 // max(1, per_key * num_keys))
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
@@ -210,27 +225,30 @@ def dropout_numbers(dropout_p: float) -> tuple[int, float]:
     return (int(dropout_p * 2**32) + 2**31) % 2**32 - 2**31, 1 / (1 - dropout_p)
 
 
-def strides(*tensors: Tensor) -> list[int]:
-    return [stride for tensor in tensors for stride in tensor.stride()[:-1]]
+def strides(*tensors: Tensor, packed: bool = False) -> list[int]:
+    """All but the last, which is 1; of packed rows that of a row in place of the batch's, see `sequence`."""
+    return [stride for tensor in tensors for stride in (tensor.stride(-2 if packed else 0), *tensor.stride()[1:-1])]
 
 
 @operator("triton_shifted")
 def shifted_forward(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
-    query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool, dropout_p: float,
+    query_mask: Tensor | None, seed: Tensor | None, ends: Tensor | None, variance: float, hard: bool, causal: bool,
+    dropout_p: float, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output; what is known of the queries (G,1+2M,Nq') and the keys (G,1+2M,Nk'), of which some in bfloat16 (G,M,Nk');
     the heads that reach far, seen beforehand and on the way (G,2).
     """
-    (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
-    output, rows, keys, narrow_keys, far = shifted_results(query, key, shift, value)
+    heads, components, packed = query.shape[1], shift.shape[1], ends is not None
+    batch, num_queries, num_keys = lengths(query, key, ends, longest)
+    output, rows, keys, narrow_keys, far = shifted_results(query, key, shift, value, ends, longest)
     if output.numel():
-        prior, masks = None if hard else log_prior, spans(query_mask, key_mask, num_queries, num_keys)
+        prior, masks = None if hard else log_prior, spans(query_mask, key_mask, num_queries, num_keys, ends)
         settings = {
-            **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
+            **common(query, key, value, components, packed), "CAUSAL": causal, "SPANS": masks is not None,
             "KEY_MASK": key_mask is not None, "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0,
         }  # fmt: skip
-        if is_short(query, key, value, components):
+        if not packed and is_short(query, key, value, components):
             launch(
                 short.forward_kernel, (batch * heads,), query, key, shift, value, prior, as_bytes(key_mask), keys,
                 narrow_keys, output, rows, far, masks, as_bytes(query_mask), seed, LOG2E / variance,
@@ -241,50 +259,64 @@ def shifted_forward(
             )  # fmt: skip
             return output, rows, keys, narrow_keys, far
         choice = tile("shifted", "forward", query, value, components)
-        shifted_bias(keys, narrow_keys, rows, far.zero_(), query, key, shift, prior, 1 / variance, key_mask, hard)
+        shifted_bias(
+            keys, narrow_keys, rows, far.zero_(), query, key, shift, prior, 1 / variance, key_mask, hard,
+            masks if packed else None,
+        )  # fmt: skip
         arguments = (
             query, key, value, keys, narrow_keys, output, rows, far, masks, as_bytes(query_mask), seed,
-            LOG2E / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output), batch,
-            section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
+            LOG2E / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output, packed=packed), batch,
+            section(key, value, num_keys, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
         )  # fmt: skip
+        settings |= {"PACKED": packed, **options(choice)}
         blocks = rows.shape[-1] // choice.queries * batch * heads
         for how in forward_launches(hard, query, components):
-            launch(shifted.forward_kernel, programs(blocks, how), *arguments, **settings, **how, **options(choice))
+            launch(shifted.forward_kernel, programs(blocks, how), *arguments, **settings, **how)
     return output, rows, keys, narrow_keys, far
 
 
-def shifted_results(query: Tensor, key: Tensor, shift: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    batch, heads, num_queries, _ = query.shape
-    components, queries, keys = shift.shape[1], padded(num_queries), padded(key.shape[2])
+def shifted_results(
+    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, ends: Tensor | None, longest: int
+) -> tuple[Tensor, ...]:
+    heads, components, (batch, *sizes) = query.shape[1], shift.shape[1], lengths(query, key, ends, longest)
+    queries, keys = map(padded, sizes)
     narrow_keys = (batch * heads, components, keys) if is_narrow(query, components) else (0,)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     return (
-        like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, 1 + 2 * components, queries),
+        new_output(query, value, ends), empty(batch * heads, 1 + 2 * components, queries),
         empty(batch * heads, 1 + 2 * components, keys), empty(narrow_keys, dtype=torch.bfloat16),
         empty(batch * heads, 2),
     )  # fmt: skip
 
 
+def new_output(query: Tensor, value: Tensor, ends: Tensor | None) -> Tensor:
+    output = like(query, *query.shape[:3], value.shape[-1])
+    return output if ends is None else output.zero_()  # no program writes to spare rows
+
+
 def new_gradients(
-    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, components: int, hard: bool
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, hard: bool, ends: Tensor | None
 ) -> list[Tensor]:
     """Room for those of query, key and value, and of a prior per position (B,H,M,Nk), (0,) where there is none."""
-    positions = log_prior is not None and log_prior.dim() == 3 and not hard
-    shape = (*query.shape[:2], components, key.shape[-2]) if positions else (0,)
-    return [*map(torch.empty_like, (query, key, value)), query.new_empty(shape, dtype=torch.float32)]
+    batch = query.shape[0] if ends is None else ends.shape[0] - 1
+    shape = (batch, *log_prior.shape) if log_prior is not None and log_prior.dim() == 3 and not hard else (0,)
+    grads = [*map(torch.empty_like, (query, key, value)), query.new_empty(shape, dtype=torch.float32)]
+    return grads if ends is None else [grad.zero_() for grad in grads]  # spare rows, and positions after a sequence
 
 
 @operator("triton_shifted_backward")
 def shifted_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
-    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
-    keys: Tensor, narrow_keys: Tensor, far: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
+    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, ends: Tensor | None, output: Tensor,
+    rows: Tensor, keys: Tensor, narrow_keys: Tensor, far: Tensor, variance: float, hard: bool, causal: bool,
+    dropout_p: float, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value; (H,M,BD+1), those of shift and, last, of the prior of a head; and those of a
     prior per position (B,H,M,Nk), empty where there is none.
     """
-    (batch, heads, num_queries, width), num_keys, components = query.shape, key.shape[2], shift.shape[1]
-    if is_short(query, key, value, components):
+    heads, width, components, packed = query.shape[1], query.shape[-1], shift.shape[1], ends is not None
+    batch, num_queries, num_keys = lengths(query, key, ends, longest)
+    if not packed and is_short(query, key, value, components):
         return short_backward(
             grad, query, key, shift, value, log_prior, key_mask, seed, output, rows, keys, far, variance, hard, causal,
             dropout_p,
@@ -293,17 +325,22 @@ def shifted_backward(
     on_keys = tile("shifted", "key", query, value, components)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     parts = query_blocks + key_blocks
-    *grads, grad_bias = new_gradients(query, key, value, log_prior, components, hard)
+    *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, ends)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(rows.shape[0], rows.shape[-1], max(1 << components.bit_length(), lanes(on_keys)))
     part = empty(batch, heads, parts, components, block_width(width) + 1)
-    masks = spans(query_mask, key_mask, num_queries, num_keys)
+    if packed:  # no program is for blocks behind a sequence
+        part.zero_()
+    masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
     settings = {
-        **common(query, key, value, components), "CAUSAL": causal, "SPANS": masks is not None,
-        "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0, "WIDTH": known.shape[-1],
+        **common(query, key, value, components, packed), "CAUSAL": causal, "SPANS": masks is not None,
+        "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0, "WIDTH": known.shape[-1], "PACKED": packed,
     }  # fmt: skip
     numbers = LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance
-    sizes = batch, section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
+    sizes = (
+        batch, section(key, value, num_keys, causal), heads, num_queries, prior_positions(log_prior, num_keys),
+        rows.shape[-1], keys.shape[-1],
+    )  # fmt: skip
     key_columns, row_columns = None, None
     if hard and narrow_keys.numel() and components == 2:  # what a query must lead by for the second component to win
         key_columns = (keys[:, 3] - keys[:, 4]).clamp(-6e4, 6e4).half()
@@ -314,16 +351,15 @@ def shifted_backward(
         launch(
             shifted.query_kernel, programs(batch * heads * query_blocks, how), query, key, shift, value, keys,
             narrow_keys, key_columns, output, rows, far, masks, seed, grad, known, row_columns, grads[0], part,
-            *numbers,
-            *strides(query, key, value, output, grad, grads[0]), *sizes, parts, **settings, **how,
-            **options(on_queries),
+            *numbers, *strides(query, key, value, output, grad, grads[0], packed=packed), *sizes, parts, **settings,
+            **how, **options(on_queries),
         )  # fmt: skip
     for how in backward_launches(hard, query, components) if batch * heads * key_blocks else ():
         launch(
             shifted.key_kernel, programs(batch * heads * key_blocks, how), query, key, shift, value, keys, rows,
             row_columns, far, masks, seed, grad, known, grads[1], grads[2], grad_bias, part, *numbers,
-            *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_blocks, parts, **settings, **how,
-            POSITIONS=grad_bias.dim() > 1, **options(on_keys),
+            *strides(query, key, value, grad, grads[1], grads[2], packed=packed), *sizes, query_blocks, parts,
+            **settings, **how, POSITIONS=grad_bias.dim() > 1, **options(on_keys),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
 
@@ -340,7 +376,7 @@ def short_backward(
     variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
-    *grads, grad_bias = new_gradients(query, key, value, log_prior, components, hard)
+    *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, None)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     settings = common(query, key, value, components)
     del settings["PRECISION"]
@@ -363,28 +399,32 @@ def short_backward(
 @operator("triton_mixture")
 def mixture_forward(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
-    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, variance: float, hard: bool, causal: bool,
-    dropout_p: float,
+    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, ends: Tensor | None, variance: float,
+    hard: bool, causal: bool, dropout_p: float, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output; row sums (G,Nq'); key biases (G,M,Nk'), and as factors in bfloat16; the heads that reach far (G,2)."""
-    (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
+    heads, components, packed = query.shape[1], key.shape[2], ends is not None
+    batch, num_queries, num_keys = lengths(query, key, ends, longest)
     choice = tile("mixture", "forward", query, value, components)
-    output, rows, keys, narrow_keys, far = mixture_results(query, key, value, per_component, hard)
+    output, rows, keys, narrow_keys, far = mixture_results(query, key, value, per_component, hard, ends, longest)
     if output.numel():
-        masks = spans(query_mask, key_mask, num_queries, num_keys)
-        key_bias(keys, narrow_keys, far, key, None if hard else log_prior, per_component, 1 / variance, key_mask)
+        masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
+        key_bias(
+            keys, narrow_keys, far, key, None if hard else log_prior, per_component, 1 / variance, key_mask,
+            masks if packed else None,
+        )  # fmt: skip
         fixed = per_component is None and query.dtype != torch.float16
         near = {"HEADS": NEAR, "FIXED": True, "NARROW": is_narrow(query, components)}
         rest = {"HEADS": FAR if fixed else EVERY, "FIXED": False, "NARROW": False}
         arguments = (
             query, key, value, keys, narrow_keys, per_component, output, rows, far, masks, as_bytes(query_mask), seed,
-            1 / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output), batch,
-            section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
+            1 / variance, *dropout_numbers(dropout_p), *strides(query, key, value, output, packed=packed), batch,
+            section(key, value, num_keys, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1],
         )  # fmt: skip
         settings = {
-            **common(query, key, value, components), "HARD": hard, "VARIANCES": per_component is not None,
+            **common(query, key, value, components, packed), "HARD": hard, "VARIANCES": per_component is not None,
             "CAUSAL": causal, "SPANS": masks is not None, "KEY_MASK": key_mask is not None,
-            "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0, **options(choice),
+            "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0, "PACKED": packed, **options(choice),
         }  # fmt: skip
         blocks = rows.shape[-1] // choice.queries * batch * heads
         for how in (near, rest)[not fixed :]:
@@ -393,14 +433,15 @@ def mixture_forward(
 
 
 def mixture_results(
-    query: Tensor, key: Tensor, value: Tensor, per_component: Tensor | None, hard: bool
-) -> tuple[Tensor, ...]:
-    (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
+    query: Tensor, key: Tensor, value: Tensor, per_component: Tensor | None, hard: bool, ends: Tensor | None,
+    longest: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    heads, components = query.shape[1], key.shape[2]
+    batch, num_queries, num_keys = lengths(query, key, ends, longest)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known, light = (batch * heads, components, padded(num_keys)), per_component is None and not hard
     return (
-        like(query, batch, heads, num_queries, value.shape[-1]), empty(batch * heads, padded(num_queries)),
-        empty(known),
+        new_output(query, value, ends), empty(batch * heads, padded(num_queries)), empty(known),
         empty(known if light and is_narrow(query, components) else (0,), dtype=torch.bfloat16),
         torch.zeros(batch * heads, 2, device=query.device),
     )  # fmt: skip
@@ -409,84 +450,103 @@ def mixture_results(
 @operator("triton_mixture_backward")
 def mixture_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
-    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor,
-    keys: Tensor, narrow_keys: Tensor, far: Tensor, variance: float, hard: bool, causal: bool, dropout_p: float,
+    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, ends: Tensor | None, output: Tensor,
+    rows: Tensor, keys: Tensor, narrow_keys: Tensor, far: Tensor, variance: float, hard: bool, causal: bool,
+    dropout_p: float, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value; (H,M,2), those of the prior and the variance of a head; and those of a prior
     per position (B,H,M,Nk), empty where there is none.
     """
-    (batch, heads, num_queries, _), (_, _, components, num_keys, _) = query.shape, key.shape
+    heads, components, packed = query.shape[1], key.shape[2], ends is not None
+    batch, num_queries, num_keys = lengths(query, key, ends, longest)
     on_queries = tile("mixture", "query", query, value, components)
     on_keys = tile("mixture", "key", query, value, components)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     varied = per_component is not None
     query_parts = query_blocks if varied else 0  # only then do queries contribute
-    *grads, grad_bias = new_gradients(query, key, value, log_prior, components, hard)
+    *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, ends)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(*rows.shape, max(2, lanes(on_keys)))
     part = empty(batch, heads, query_parts + key_blocks, components, 2)
-    masks = spans(query_mask, key_mask, num_queries, num_keys)
+    if packed:  # no program is for blocks behind a sequence
+        part.zero_()
+    masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
     settings = {
-        **common(query, key, value, components), "HARD": hard, "VARIANCES": varied, "CAUSAL": causal,
+        **common(query, key, value, components, packed), "HARD": hard, "VARIANCES": varied, "CAUSAL": causal,
         "SPANS": masks is not None, "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0,
-        "WIDTH": known.shape[-1],
+        "WIDTH": known.shape[-1], "PACKED": packed,
     }  # fmt: skip
     launches = [{"HEADS": EVERY, "NARROW": hard and is_narrow(query, components) and not varied}]
     if narrow_keys.numel():
         launches = [{"HEADS": NEAR, "NARROW": True}, {"HEADS": FAR, "NARROW": False}]
     numbers = 1 / variance, *dropout_numbers(dropout_p)
-    sizes = batch, section(key, value, causal), heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1]
+    sizes = (
+        batch, section(key, value, num_keys, causal), heads, num_queries, prior_positions(log_prior, num_keys),
+        rows.shape[-1], keys.shape[-1],
+    )  # fmt: skip
     for how in launches if batch * heads * query_blocks else ():
         launch(
             mixture.query_kernel, programs(batch * heads * query_blocks, how), query, key, value, keys, narrow_keys,
             per_component, output, rows, far, masks, seed, grad, known, grads[0], part, *numbers,
-            *strides(query, key, value, output, grad, grads[0]), *sizes, part.shape[2], **settings, **how,
-            **options(on_queries),
+            *strides(query, key, value, output, grad, grads[0], packed=packed), *sizes, part.shape[2], **settings,
+            **how, **options(on_queries),
         )  # fmt: skip
     for how in launches if batch * heads * key_blocks else ():
         launch(
             mixture.key_kernel, programs(batch * heads * key_blocks, how), query, key, value, keys, narrow_keys,
             per_component, far, masks, seed, grad, known, grads[1], grads[2], grad_bias, part, *numbers,
-            *strides(query, key, value, grad, grads[1], grads[2]), *sizes, query_parts, part.shape[2], **settings,
-            **how, POSITIONS=grad_bias.dim() > 1, **options(on_keys),
+            *strides(query, key, value, grad, grads[1], grads[2], packed=packed), *sizes, query_parts, part.shape[2],
+            **settings, **how, POSITIONS=grad_bias.dim() > 1, **options(on_keys),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum((0, 2)), grad_bias
 
 
 @shifted_forward.register_fake
-def _(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return shifted_results(query, key, shift, value)
+def _(
+    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Any, key_mask: Any, query_mask: Any, seed: Any,
+    ends: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return shifted_results(query, key, shift, value, ends, rest[-1])
 
 
 @mixture_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, log_prior: Any, own: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    return mixture_results(query, key, value, own, rest[-3])
+def _(
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Any, own: Tensor | None, key_mask: Any, query_mask: Any,
+    seed: Any, ends: Tensor | None, variance: float, hard: bool, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return mixture_results(query, key, value, own, hard, ends, rest[-1])
 
 
 def fake_grads(
-    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, components: int, width: int, hard: bool
-) -> tuple[Tensor, ...]:
-    *grads, grad_bias = new_gradients(query, key, value, log_prior, components, hard)
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, components: int, width: int, hard: bool,
+    ends: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, ends)
     return *grads, query.new_empty(query.shape[1], components, width, dtype=torch.float32), grad_bias
 
 
 @shifted_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, *rest: Any
-) -> Any:
-    return fake_grads(query, key, value, log_prior, shift.shape[1], block_width(query.shape[-1]) + 1, rest[-3])
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, key_mask: Any,
+    query_mask: Any, seed: Any, ends: Tensor | None, *rest: Any,
+) -> Any:  # fmt: skip
+    width = block_width(query.shape[-1]) + 1
+    return fake_grads(query, key, value, log_prior, shift.shape[1], width, rest[-4], ends)
 
 
 @mixture_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, *rest: Any) -> Any:
-    return fake_grads(query, key, value, log_prior, key.shape[2], 2, rest[-3])
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, own: Any, key_mask: Any,
+    query_mask: Any, seed: Any, ends: Tensor | None, *rest: Any,
+) -> Any:  # fmt: skip
+    return fake_grads(query, key, value, log_prior, key.shape[2], 2, rest[-4], ends)
 
 
 def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, variance, hard, causal, dropout_p = inputs
+    *tensors, variance, hard, causal, dropout_p, longest = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
-    ctx.options = variance, hard, causal, dropout_p
+    ctx.options = variance, hard, causal, dropout_p, longest
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -507,21 +567,21 @@ def no_gradient(*tensors: Tensor | None) -> list[Tensor | None]:
 def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, shift, value, log_prior, *rest = ctx.saved_tensors
     if not grad.numel():
-        return *no_gradient(query, key, shift, value, log_prior), *[None] * 7
+        return *no_gradient(query, key, shift, value, log_prior), *[None] * 9
     grads = shifted_backward(dense(grad), query, key, shift, value, log_prior, *rest, *ctx.options)
     grad_query, grad_key, grad_value, total, positions = grads
     grad_shift = total[..., : query.shape[-1]].to(shift.dtype)
     grad_prior = prior_grad(total[..., -1], positions, log_prior, ctx.options[1])
-    return grad_query, grad_key, grad_shift, grad_value, grad_prior, *[None] * 7
+    return grad_query, grad_key, grad_shift, grad_value, grad_prior, *[None] * 9
 
 
 def mixture_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, log_prior, own, *rest = ctx.saved_tensors
     if not grad.numel():
-        return *no_gradient(query, key, value, log_prior, own), *[None] * 7
+        return *no_gradient(query, key, value, log_prior, own), *[None] * 9
     *grads, total, positions = mixture_backward(dense(grad), query, key, value, log_prior, own, *rest, *ctx.options)
     grad_variance = None if own is None else total[..., 1].to(own.dtype)
-    return *grads, prior_grad(total[..., 0], positions, log_prior, ctx.options[1]), grad_variance, *[None] * 7
+    return *grads, prior_grad(total[..., 0], positions, log_prior, ctx.options[1]), grad_variance, *[None] * 9
 
 
 shifted_forward.register_autograd(shifted_autograd, setup_context=keep_for_backward)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mgk.ops.triton.host import as_bytes, block_width
 from mgk.ops.triton.launch import launch
-from mgk.ops.triton.primitives import FIELDS, LOG2E, NEVER, finite, load_tile
+from mgk.ops.triton.primitives import FIELDS, LOG2E, NEVER, finite, load_tile, sequence
 
 # The light road multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-LIGHT_KEYS and every rho between
 # 2^-LIGHT_ROWS and 2^LIGHT_ROWS, a row's sum under a running maximum is at least 2^-100, and an exponential under a
@@ -25,8 +25,8 @@ BLOCK = 64
 
 @triton.jit
 def key_weights(
-    p_k, SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, start, num_keys, skm, skn, D: tl.constexpr, BD: tl.constexpr,
-    M: tl.constexpr, SHIFTED: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
+    p_k, SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, start, num_keys, positions, skm, skn, D: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, SHIFTED: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
     POSITION_PRIOR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """log_w as a tuple of M vectors."""
@@ -45,28 +45,30 @@ def key_weights(
         if HEAD_PRIOR:
             bias += tl.load(PRIOR + i_h * M + r).to(tl.float32)
         if POSITION_PRIOR:
-            bias += tl.load(PRIOR + (i_h * M + r) * num_keys + o_n, mask=o_n < num_keys, other=0.0).to(tl.float32)
+            bias += tl.load(PRIOR + (i_h * M + r) * positions + o_n, mask=o_n < num_keys, other=0.0).to(tl.float32)
         log_w = log_w + (bias * LOG2E,)
     return log_w
 
 
 @triton.jit
 def bias_kernel(
-    K, PRIOR, VARIANCE, MASK, KEYS, NARROW_KEYS, FAR_HEADS, inverse_variance, skb, skh, skm, skn, H, num_keys,
+    K, PRIOR, VARIANCE, MASK, SPAN, KEYS, NARROW_KEYS, FAR_HEADS, inverse_variance, skb, skh, skm, skn, H, num_keys,
     padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
     POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, NARROW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """KEYS (G, M, Nk') takes log_w, -inf where a key takes no part; NARROW_KEYS (G, M, Nk') the w in bfloat16.
 
     FAR_HEADS (G,2), zeros before, takes a 1 in its first column where a w reaches beyond what may be multiplied with
-    exponentials. The second column is for misfits of the forward pass.
+    exponentials. The second column is for misfits of the forward pass. SPAN is there where rows are packed.
     """
     blocks = tl.cdiv(padded_keys, BN)
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_b, i_h, o_n = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_n * BN + tl.arange(0, BN)
+    positions = num_keys
+    origin, _, num_keys = sequence(SPAN, i_b, num_keys, num_keys, SPAN is not None)
     log_w = key_weights(
-        K + i_b * skb + i_h * skh, None, PRIOR, VARIANCE, inverse_variance, i_h, i_n * BN, num_keys, skm, skn, D, BD, M,
-        False, VARIANCES, HEAD_PRIOR, POSITION_PRIOR, BN,
+        K + origin * skb + i_h * skh, None, PRIOR, VARIANCE, inverse_variance, i_h, i_n * BN, num_keys, positions, skm,
+        skn, D, BD, M, False, VARIANCES, HEAD_PRIOR, POSITION_PRIOR, BN,
     )  # fmt: skip
     taken = o_n < num_keys
     if MASKED:
@@ -86,16 +88,17 @@ def shifted_bias_block(
     i_block, i_bh, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh,
     sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr,
     M: tl.constexpr, HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
-    NARROW: tl.constexpr, BN: tl.constexpr,
+    NARROW: tl.constexpr, BN: tl.constexpr, SPAN=None,
 ):  # fmt: skip
     """A block of keys, or after these of queries."""
-    key_blocks = padded_keys // BN
+    key_blocks, positions = padded_keys // BN, num_keys
     i_b, i_h, o_d = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), tl.arange(0, BD)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, SPAN is not None)
     if i_block < key_blocks:
         o_n = i_block * BN + tl.arange(0, BN)
         log_w = key_weights(
-            K + i_b * skb + i_h * skh, SHIFT, PRIOR, None, inverse_variance, i_h, i_block * BN, num_keys, 0, skn, D, BD,
-            M, True, False, HEAD_PRIOR, POSITION_PRIOR, BN,
+            K + origin * skb + i_h * skh, SHIFT, PRIOR, None, inverse_variance, i_h, i_block * BN, num_keys, positions,
+            0, skn, D, BD, M, True, False, HEAD_PRIOR, POSITION_PRIOR, BN,
         )  # fmt: skip
         top = 0.0
         if HEAD_PRIOR:  # a factor common to the whole head cancels; this one puts the largest weight near 1
@@ -122,7 +125,8 @@ def shifted_bias_block(
     else:
         start = (i_block - key_blocks) * BN
         o_m = start + tl.arange(0, BN)
-        b_q = load_tile(Q + i_b * sqb + i_h * sqh, start, num_queries, sqn, BN, D, BD, True).to(tl.float32)  # [BN, BD]
+        p_q = Q + origin * sqb + i_h * sqh
+        b_q = load_tile(p_q, start, num_queries, sqn, BN, D, BD, True).to(tl.float32)  # [BN, BD]
         p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries + o_m
         first = tl.zeros([BN], tl.float32)
         beyond = tl.full([BN], -1.0, tl.float32)
@@ -143,8 +147,8 @@ def shifted_bias_block(
 
 @triton.jit
 def shifted_bias_kernel(
-    Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh,
-    skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+    Q, K, SHIFT, PRIOR, MASK, SPAN, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb,
+    skh, skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
     HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
     NARROW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -153,46 +157,56 @@ def shifted_bias_kernel(
 
     FAR_HEADS (G,2), zeros before, takes a 1 in its first column where a head's numbers reach beyond what the light road
     can hold; the second is for misfits of the forward pass. `highest` is the largest exponent a factor may have.
+    SPAN is there where rows are packed.
     """
     blocks = (padded_keys + padded_queries) // BN
     shifted_bias_block(
         tl.program_id(0) % blocks, tl.program_id(0) // blocks, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS,
         FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries,
-        padded_keys, D, BD, M, HEAD_PRIOR, POSITION_PRIOR, MASKED, HARD, NARROW, BN,
+        padded_keys, D, BD, M, HEAD_PRIOR, POSITION_PRIOR, MASKED, HARD, NARROW, BN, SPAN,
     )  # fmt: skip
 
 
 def key_bias(
     keys: Tensor, narrow_keys: Tensor, far: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None,
-    inverse_variance: float, key_mask: Tensor | None,
+    inverse_variance: float, key_mask: Tensor | None, packed: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,M,Nk') and, unless they are empty, `narrow_keys` (G,M,Nk') and `far` (G,2) from `key`."""
-    batch, heads, components, num_keys, width = key.shape
-    block = max(16, min(128, 8192 // block_width(width)))
+    """Fill `keys` (G,M,Nk') and, unless they are empty, `narrow_keys` (G,M,Nk') and `far` (G,2) from `key`.
+
+    `packed` are the spans of packed rows, whose stride is then in place of the batch's; None where there is a batch.
+    """
+    _, heads, components, num_keys, width = key.shape
+    block, first = max(16, min(128, 8192 // block_width(width))), 0 if packed is None else -2
     launch(
-        bias_kernel, (triton.cdiv(keys.shape[-1], block) * batch * heads,), key, log_prior, variance,
-        as_bytes(key_mask), keys, narrow_keys, far, inverse_variance, *key.stride()[:4], heads, num_keys,
-        keys.shape[-1], width, block_width(width), components, variance is not None,
-        log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
-        key_mask is not None, narrow_keys.numel() > 0, block, num_warps=4,
+        bias_kernel, (triton.cdiv(keys.shape[-1], block) * keys.shape[0],), key, log_prior, variance,
+        as_bytes(key_mask), packed, keys, narrow_keys, far, inverse_variance, key.stride(first), *key.stride()[1:4],
+        heads, prior_positions(log_prior, num_keys), keys.shape[-1], width, block_width(width), components,
+        variance is not None, log_prior is not None and log_prior.dim() == 2,
+        log_prior is not None and log_prior.dim() == 3, key_mask is not None, narrow_keys.numel() > 0, block,
+        num_warps=4,
     )  # fmt: skip
 
 
 def shifted_bias(
     keys: Tensor, narrow_keys: Tensor, rows: Tensor, far: Tensor, query: Tensor, key: Tensor, shift: Tensor,
-    log_prior: Tensor | None, inverse_variance: float, key_mask: Tensor | None, hard: bool,
+    log_prior: Tensor | None, inverse_variance: float, key_mask: Tensor | None, hard: bool, packed: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,1+2M,Nk'), `narrow_keys` (G,M,Nk') if bfloat16, `rows` (G,1+2M,Nq') and `far` (G,2)."""
+    """Fill `keys` (G,1+2M,Nk'), `narrow_keys` (G,M,Nk') if bfloat16, `rows` (G,1+2M,Nq') and `far` (G,2); see above."""
     heads, width = query.shape[1], query.shape[-1]
-    blocks = (rows.shape[-1] + keys.shape[-1]) // BLOCK
+    blocks, first = (rows.shape[-1] + keys.shape[-1]) // BLOCK, 0 if packed is None else -2
     launch(
-        shifted_bias_kernel, (far.shape[0] * blocks,), query, key, shift, log_prior, as_bytes(key_mask), keys,
-        narrow_keys, rows, far, inverse_variance, 14.0 if query.dtype == torch.float16 else 30.0, *query.stride()[:3],
-        *key.stride()[:3], heads, query.shape[2], key.shape[2], rows.shape[-1], keys.shape[-1], width,
-        block_width(width), shift.shape[1], log_prior is not None and log_prior.dim() == 2,
-        log_prior is not None and log_prior.dim() == 3, key_mask is not None, hard, narrow_keys.numel() > 0, BLOCK,
-        num_warps=4,
+        shifted_bias_kernel, (far.shape[0] * blocks,), query, key, shift, log_prior, as_bytes(key_mask), packed, keys,
+        narrow_keys, rows, far, inverse_variance, 14.0 if query.dtype == torch.float16 else 30.0,
+        query.stride(first), *query.stride()[1:3], key.stride(first), *key.stride()[1:3], heads, query.shape[2],
+        prior_positions(log_prior, key.shape[2]), rows.shape[-1], keys.shape[-1], width, block_width(width),
+        shift.shape[1], log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
+        key_mask is not None, hard, narrow_keys.numel() > 0, BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+def prior_positions(log_prior: Tensor | None, num_keys: int) -> int:
+    """How many a prior per position has, which for packed rows may be more than the keys."""
+    return num_keys if log_prior is None or log_prior.dim() == 2 else log_prior.shape[-1]
 
 
 @triton.jit
@@ -239,18 +253,37 @@ def rank_kernel(SPAN, num_batches, BLOCK: tl.constexpr):
     tl.store(SPAN + FIELDS * tl.sum(before, 0) + 4, i_b)
 
 
-def spans(query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
+@triton.jit
+def packed_span_kernel(ENDS, SPAN):
+    i_b = tl.program_id(0)
+    first = tl.load(ENDS + i_b)
+    length = tl.load(ENDS + i_b + 1) - first
+    tl.store(SPAN + FIELDS * i_b, length)
+    tl.store(SPAN + FIELDS * i_b + 1, length)
+    tl.store(SPAN + FIELDS * i_b + 2, 0)
+    tl.store(SPAN + FIELDS * i_b + 3, first)
+
+
+def spans(
+    query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int, ends: Tensor | None = None
+) -> Tensor | None:
     """For each batch one past the last query and key that take part, the first key, and the first that is hidden; and
     the batches, those with the most pairs first: (B,5).
+
+    Of packed rows all of a sequence takes part, and in place of the first key that is hidden is its first row.
     """
-    if query_mask is None and key_mask is None:
-        return None
     masks = [mask for mask in (query_mask, key_mask) if mask is not None]
-    result = torch.empty(masks[0].shape[0], FIELDS.value, device=masks[0].device, dtype=torch.int32)
-    launch(
-        span_kernel, (result.shape[0],), as_bytes(query_mask), as_bytes(key_mask), result, num_queries, num_keys,
-        query_mask is not None, key_mask is not None, 1024,
-    )  # fmt: skip
+    if ends is not None:
+        result = ends.new_empty(ends.shape[0] - 1, FIELDS.value)
+        launch(packed_span_kernel, (result.shape[0],), ends, result, num_warps=1)
+    elif masks:
+        result = torch.empty(masks[0].shape[0], FIELDS.value, device=masks[0].device, dtype=torch.int32)
+        launch(
+            span_kernel, (result.shape[0],), as_bytes(query_mask), as_bytes(key_mask), result, num_queries, num_keys,
+            query_mask is not None, key_mask is not None, 1024,
+        )  # fmt: skip
+    else:
+        return None
     launch(rank_kernel, (result.shape[0],), result, result.shape[0], 128, num_warps=1)
     return result
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.operator import operator
-from mgk.ops.triton import contiguous, like, no_gradient, strides
-from mgk.ops.triton.bias import spans
+from mgk.ops.triton import contiguous, lengths, like, no_gradient, strides
+from mgk.ops.triton.bias import prior_positions, spans
 from mgk.ops.triton.decode import alive_places, load_alive
 from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
 from mgk.ops.triton.launch import launch
@@ -425,11 +425,6 @@ def linear_backward(
     return grad_query, grad_key, grad_value, part.sum((0, 1)), grad_prior
 
 
-def lengths(query: Tensor, key: Tensor, ends: Tensor | None, longest: int) -> tuple[int, int, int]:
-    """B, and how many queries and keys each has, or where they are packed has at most."""
-    return (query.shape[0], query.shape[2], key.shape[-2]) if ends is None else (ends.shape[0] - 1, longest, longest)
-
-
 def key_strides(key: Tensor) -> list[int]:
     """Of batch, head, component and position; there is one component where keys are shifted."""
     return strides(key) if key.dim() == 5 else [*key.stride()[:2], 0, key.stride(2)]
@@ -437,11 +432,6 @@ def key_strides(key: Tensor) -> list[int]:
 
 def prior_axes(log_prior: Tensor | None) -> int:
     return 0 if log_prior is None else log_prior.dim()
-
-
-def prior_positions(log_prior: Tensor | None, num_keys: int) -> int:
-    """How many a prior per position has, which for packed rows may be more than the keys."""
-    return num_keys if log_prior is None or log_prior.dim() == 2 else log_prior.shape[-1]
 
 
 def linear_results(query: Tensor, value: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:

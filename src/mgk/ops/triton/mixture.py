@@ -25,6 +25,7 @@ from mgk.ops.triton.primitives import (
     any_far,
     dropout,
     flag_misfits,
+    is_behind,
     is_far,
     key_range,
     key_tiles,
@@ -35,6 +36,7 @@ from mgk.ops.triton.primitives import (
     online_softmax,
     query_tiles,
     sees_a_key,
+    sequence,
     split_columns,
     store_tile,
     unit_column,
@@ -164,18 +166,19 @@ def forward_block(
     padded_queries, padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
     HARD: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr,
     EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_m = i_m * BM + tl.arange(0, BM)
-    p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
     p_lw, p_row = LW + i_bh.to(tl.int64) * M * padded_keys, i_bh.to(tl.int64) * padded_queries
     p_w = NARROW_KEYS
     if NARROW and not HARD:
         p_w += i_bh.to(tl.int64) * M * padded_keys
-    b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, VARIANCES)
     row = row_biases(b_q, inverse, M, VARIANCES)
 
@@ -211,7 +214,7 @@ def forward_block(
         flag_misfits(FAR_HEADS, i_bh, l, takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, CAUSAL, SPANS))
     takes_part = takes_part & (l > 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
-    store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
+    store_tile(OUT + origin * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
     tl.store(LSE + p_row + o_m, tl.where(takes_part, m + tl.log2(l), float("inf")))
 
 
@@ -223,6 +226,7 @@ def forward_kernel(
     M: tl.constexpr, HARD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr,
     VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
     MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -231,23 +235,23 @@ def forward_kernel(
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
                 i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_m = blocks - 1 - i_block
-                if is_far(FAR_HEADS, i_bh):
+                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
                     forward_block(
                         i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED,
                         inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn,
                         sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, HARD,
                         FIXED, NARROW, VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM,
-                        BN,
+                        BN, PACKED,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_m = blocks - 1 - i_block
-        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False):
+        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False)) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
             forward_block(
                 i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, FAR_HEADS, SPAN, QUERY_MASK, SEED,
                 inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh,
                 son, H, num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, HARD, FIXED, NARROW,
-                VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN, PACKED,
             )  # fmt: skip
 
 
@@ -311,20 +315,22 @@ def query_block(
     BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr,
     VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, and each query block's share of dvariance."""
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_m = i_m * BM + tl.arange(0, BM)
-    p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
     p_lw, p_row = LW + i_bh.to(tl.int64) * M * padded_keys, i_bh.to(tl.int64) * padded_queries
     p_w = NARROW_KEYS
     if NARROW and not HARD:
         p_w += i_bh.to(tl.int64) * M * padded_keys
-    b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
-    b_do = load_tile(DO + i_b * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
-    b_o = load_tile(OUT + i_b * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
+    b_do = load_tile(DO + origin * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
+    b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
     lse, p_known = load_vector(LSE + p_row, i_m * BM, BM), KNOWN + (p_row + o_m) * WIDTH
     tl.store(p_known, lse)
@@ -358,7 +364,7 @@ def query_block(
             tl.store(p_part + r * 2 + 1, tl.sum(drow[r] * norm, 0) * 0.5 * inverse[r] * inverse[r])
     else:
         b_dq *= inverse_variance
-    store_tile(DQ + i_b * sdb + i_h * sdh, b_dq, i_m * BM, num_queries, sdn, BM, D, BD)
+    store_tile(DQ + origin * sdb + i_h * sdh, b_dq, i_m * BM, num_queries, sdn, BM, D, BD)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -369,7 +375,7 @@ def query_kernel(
     DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, HEADS: tl.constexpr,
     NARROW: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
     KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -378,23 +384,24 @@ def query_kernel(
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
                 i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_m = blocks - 1 - i_block
-                if is_far(FAR_HEADS, i_bh):
+                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
                     query_block(
                         i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, SPAN, SEED, DO, KNOWN, DQ, PART,
                         inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn,
                         sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries,
                         padded_keys, parts, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK,
-                        DROPOUT, PRECISION, WIDTH, BM, BN,
+                        DROPOUT, PRECISION, WIDTH, BM, BN, PACKED,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_m = blocks - 1 - i_block
-        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh)) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
             query_block(
                 i_m, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, OUT, LSE, SPAN, SEED, DO, KNOWN, DQ, PART,
                 inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh,
                 son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D, DV,
                 BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN,
+                PACKED,
             )  # fmt: skip
 
 
@@ -469,17 +476,18 @@ def key_block(
     DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr, NARROW: tl.constexpr,
     VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
     DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dlog_prior and dvariance."""
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_b, i_h, positions = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), num_keys
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_n = i_n * BN + tl.arange(0, BN)
-    p_q, p_do = Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh
-    p_k, p_row = K + i_b * skb + i_h * skh, i_bh.to(tl.int64) * padded_queries
+    p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
+    p_k, p_row = K + origin * skb + i_h * skh, i_bh.to(tl.int64) * padded_queries
     p_known = KNOWN + p_row * WIDTH
-    b_v = load_tile(V + i_b * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
+    b_v = load_tile(V + origin * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
     log_w = load_vectors(LW + i_bh.to(tl.int64) * M * padded_keys, i_n * BN, padded_keys, BN, M)
     w = log_w
     if NARROW and not HARD:
@@ -529,10 +537,10 @@ def key_block(
             moment = tl.sum(b_k * (0.5 * dw[r][:, None] * b_k - b_dk[r]), 1)
             tl.store(p_part + r * 2 + 1, tl.sum(moment, 0) * inverse[r] * inverse[r])
         grad = (b_dk[r] - dw[r][:, None] * b_k) * inverse[r]
-        store_tile(DK + i_b * sdb + i_h * sdh + r * sdm, grad, i_n * BN, num_keys, sdn, BN, D, BD)
+        store_tile(DK + origin * sdb + i_h * sdh + r * sdm, grad, i_n * BN, num_keys, sdn, BN, D, BD)
         if POSITIONS:
-            tl.store(DLW + (i_bh.to(tl.int64) * M + r) * num_keys + o_n, dw[r], mask=o_n < num_keys)
-    store_tile(DV_ + i_b * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)
+            tl.store(DLW + (i_bh.to(tl.int64) * M + r) * positions + o_n, dw[r], mask=o_n < num_keys)
+    store_tile(DV_ + origin * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -543,7 +551,7 @@ def key_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, HARD: tl.constexpr,
     HEADS: tl.constexpr, NARROW: tl.constexpr, VARIANCES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
     SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_keys // BN, BATCHES * H
@@ -552,22 +560,22 @@ def key_kernel(
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
                 i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_n = i_block
-                if is_far(FAR_HEADS, i_bh):
+                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_n * BN, PACKED):
                     key_block(
                         i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART,
                         inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn,
                         sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries,
                         padded_keys, query_parts, parts, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS,
-                        KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN,
+                        KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN, PACKED,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_n = i_block
-        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh)) and not is_behind(SPAN, i_bh // H, i_n * BN, PACKED):
             key_block(
                 i_n, i_bh, Q, K, V, LW, NARROW_KEYS, VARIANCE, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART,
                 inverse_variance, threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh,
                 sgn, sdb, sdh, sdm, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys,
                 query_parts, parts, D, DV, BD, BV, M, HARD, NARROW, VARIANCES, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
-                POSITIONS, PRECISION, WIDTH, BM, BN,
+                POSITIONS, PRECISION, WIDTH, BM, BN, PACKED,
             )  # fmt: skip

@@ -20,6 +20,7 @@ COLUMNS = tl.constexpr(16)  # of the products that sum rows with weights
 SUMS = tl.constexpr(8)  # of those that sum without: the least a product has
 # Arguments whose values are not worth a kernel of their own: another batch size compiles nothing.
 COUNTS = ("BATCHES", "section", "H", "num_queries", "num_keys", "query_parts", "parts")
+PAD = tl.constexpr(128)  # what vectors along the queries or keys are padded to: whole tiles of any size in use
 FIELDS = tl.constexpr(5)  # of what is known of the masks of a batch, see `spans`
 EVERY, NEAR, FAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # heads a launch is for, by their reach
 
@@ -240,6 +241,29 @@ def dropout(
             [x, threshold, inverse_keep], tl.float32, True, 1,
         )  # fmt: skip
     return result
+
+
+@triton.jit
+def sequence(p_span, i_batch, num_queries, num_keys, PACKED: tl.constexpr):
+    """Which multiple of the batch stride a batch begins at, and how many queries and keys it has.
+
+    Packed rows are a batch of one that holds many sequences, each attending to itself: it is the row where a sequence
+    begins, times the stride of a row, which the batch stride then is.
+    """
+    origin = i_batch
+    if PACKED:
+        num_queries, num_keys = tl.load(p_span + FIELDS * i_batch), tl.load(p_span + FIELDS * i_batch + 1)
+        origin = tl.load(p_span + FIELDS * i_batch + 3).to(tl.int64)
+    return origin, num_queries, num_keys
+
+
+@triton.jit
+def is_behind(p_span, i_batch, start, PACKED: tl.constexpr):
+    """Whether a block begins so far behind the end of its sequence that no tile of it, of any size, has both."""
+    behind = False
+    if PACKED:
+        behind = start >= tl.cdiv(tl.load(p_span + FIELDS * i_batch), PAD) * PAD
+    return behind
 
 
 @triton.jit

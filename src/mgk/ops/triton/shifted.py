@@ -37,6 +37,7 @@ from mgk.ops.triton.primitives import (
     any_far,
     dropout,
     flag_misfits,
+    is_behind,
     is_far,
     key_range,
     key_tiles,
@@ -50,6 +51,7 @@ from mgk.ops.triton.primitives import (
     online_softmax,
     query_tiles,
     sees_a_key,
+    sequence,
     split_columns,
     store_tile,
     unit_column,
@@ -209,16 +211,17 @@ def forward_block(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
     FIXED: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
     KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_m = i_m * BM + tl.arange(0, BM)
-    p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
-    b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
     p_narrow = NARROW_KEYS
     if ROAD == LIGHT_HARD:
@@ -261,7 +264,7 @@ def forward_block(
         flag_misfits(FAR_HEADS, i_bh, l, sees)
     takes_part = takes_part & (l > 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
-    store_tile(OUT + i_b * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
+    store_tile(OUT + origin * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
     tl.store(p_rows + o_m, tl.where(takes_part, m + tl.log2(l), FOREVER))
 
 
@@ -272,7 +275,7 @@ def forward_kernel(
     padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
     ROAD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr,
     EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -281,22 +284,22 @@ def forward_kernel(
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
                 i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_m = blocks - 1 - i_block
-                if is_far(FAR_HEADS, i_bh):
+                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
                     forward_block(
                         i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale,
                         threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H,
                         num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW,
-                        CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                        CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN, PACKED,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_m = blocks - 1 - i_block
-        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False):
+        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False)) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
             forward_block(
                 i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
                 inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
                 padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK,
-                MASK_QUERIES, DROPOUT, PRECISION, BM, BN,
+                MASK_QUERIES, DROPOUT, PRECISION, BM, BN, PACKED,
             )  # fmt: skip
 
 
@@ -399,18 +402,20 @@ def query_block(
     DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """dq, what the key side needs, and each query block's share of dshift."""
     i_b, i_h, i_g = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
-    p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
     p_keys = KEYS + i_g * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_g * (1 + 2 * M) * padded_queries
-    b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
-    b_do = load_tile(DO + i_b * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
-    b_o = load_tile(OUT + i_b * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
+    b_do = load_tile(DO + origin * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
+    b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
     lse = load_vector(p_rows, i_m * BM, BM)
     rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
@@ -461,13 +466,13 @@ def query_block(
     dlog_u = (rest,) + dlog_u
 
     p_part = PART + (i_g * parts + i_m) * M * (BD + 1)
-    b_q = load_tile(Q + i_b * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True, True)
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True, True)
     for r in tl.static_range(M):
         b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
         b_dq += dlog_u[r][:, None] * b_b[None, :]
         tl.store(p_part + r * (BD + 1) + o_d, tl.sum(dlog_u[r][:, None] * b_q.to(tl.float32), 0) * inverse_variance)
         tl.store(p_part + r * (BD + 1) + BD, 0.0)
-    store_tile(DQ + i_b * sdb + i_h * sdh, b_dq * inverse_variance, i_m * BM, num_queries, sdn, BM, D, BD)
+    store_tile(DQ + origin * sdb + i_h * sdh, b_dq * inverse_variance, i_m * BM, num_queries, sdn, BM, D, BD)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -478,7 +483,7 @@ def query_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
     HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
     SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -487,24 +492,24 @@ def query_kernel(
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
                 i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_m = blocks - 1 - i_block
-                if is_far(FAR_HEADS, i_bh):
+                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
                     query_block(
                         i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, KNOWN,
                         ROW_COLUMNS, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb,
                         skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys,
                         padded_queries, padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS,
-                        KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN,
+                        KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN, PACKED,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_m = blocks - 1 - i_block
-        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh)) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
             query_block(
                 i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, KNOWN,
                 ROW_COLUMNS, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn,
                 svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries,
                 padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
-                PRECISION, WIDTH, BM, BN,
+                PRECISION, WIDTH, BM, BN, PACKED,
             )  # fmt: skip
 
 
@@ -600,18 +605,20 @@ def key_block(
     BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
     POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and each key block's share of dshift and dlog_prior."""
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_b, i_h, positions = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), num_keys
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
     o_n, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, BD)
-    p_q, p_do = Q + i_b * sqb + i_h * sqh, DO + i_b * sgb + i_h * sgh
+    p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
     p_known = KNOWN + i_bh.to(tl.int64) * WIDTH * padded_queries
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
-    b_k = load_tile(K + i_b * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True)  # [BN, BD]
-    b_v = load_tile(V + i_b * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
+    b_k = load_tile(K + origin * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True)  # [BN, BD]
+    b_v = load_tile(V + origin * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
     w = load_vectors(p_keys + (1 if is_light(ROAD) else 1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)
     if ROAD == LIGHT_HARD:
         w += (lead_over_second(load_vectors(p_keys + (1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)),)
@@ -661,7 +668,7 @@ def key_block(
         dlog_w = where_tuple(seen, dlog_w, M)
 
     p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * (BD + 1)
-    b_k = load_tile(K + i_b * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True, True)
+    b_k = load_tile(K + origin * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True, True)
     for r in tl.static_range(M):
         b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
         pull = dlog_w[r][:, None] * (b_k.to(tl.float32) + b_b[None, :])
@@ -669,9 +676,9 @@ def key_block(
         tl.store(p_part + r * (BD + 1) + o_d, -tl.sum(pull, 0) * inverse_variance)
         tl.store(p_part + r * (BD + 1) + BD, tl.sum(dlog_w[r], 0))
         if POSITIONS:
-            tl.store(DLW + (i_bh.to(tl.int64) * M + r) * num_keys + o_n, dlog_w[r], mask=o_n < num_keys)
-    store_tile(DK + i_b * sdb + i_h * sdh, b_dk * inverse_variance, i_n * BN, num_keys, sdn, BN, D, BD)
-    store_tile(DV_ + i_b * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)
+            tl.store(DLW + (i_bh.to(tl.int64) * M + r) * positions + o_n, dlog_w[r], mask=o_n < num_keys)
+    store_tile(DK + origin * sdb + i_h * sdh, b_dk * inverse_variance, i_n * BN, num_keys, sdn, BN, D, BD)
+    store_tile(DV_ + origin * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -682,7 +689,7 @@ def key_kernel(
     DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, HEADS: tl.constexpr,
     NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
     KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_keys // BN, BATCHES * H
@@ -691,22 +698,22 @@ def key_kernel(
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
                 i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
                 i_n = i_block
-                if is_far(FAR_HEADS, i_bh):
+                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_n * BN, PACKED):
                     key_block(
                         i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART,
                         scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
                         sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries,
                         padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS,
-                        KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN,
+                        KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN, PACKED,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
         i_n = i_block
-        if HEADS == EVERY or not is_far(FAR_HEADS, i_bh):
+        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh)) and not is_behind(SPAN, i_bh // H, i_n * BN, PACKED):
             key_block(
                 i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, scale,
                 threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn,
                 sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
                 D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, POSITIONS, PRECISION,
-                WIDTH, BM, BN,
+                WIDTH, BM, BN, PACKED,
             )  # fmt: skip
