@@ -60,3 +60,25 @@ def test_graphs_and_eager_steps_agree_on_a_gpu(attention: str) -> None:
         found[graphs] = learner.read()["loss"], learner.evaluate([to_device(batch, torch.device("cpu"))])["loss"]
         assert learner.failed_at() is None
     assert found["on"] == pytest.approx(found["off"], rel=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("attention", ["softmax", "smgk", "linear", "smlk"])
+def test_language_models_agree_too(attention: str) -> None:
+    """With an adaptive softmax, whose clusters have other sizes in every batch, and one of them at times none."""
+    config = replace(
+        recipe("wikitext2"), model__attention=attention, model__layers=2, model__width=32, model__hidden=32,
+        model__heads=2, model__max_length=64, model__vocabulary=100, model__cutoffs=(20, 50, 90), model__dropout=0.0,
+        precision="32-true",
+    )  # fmt: skip
+    found = {}
+    for graphs in ("on", "off"):
+        learner = Learner(launch(replace(config, graphs=graphs)), replace(config, graphs=graphs))
+        for step in range(8):
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, (100, 60)[step % 2], (4, 65), generator=generator)
+            batch = {"tokens": tokens[:, :-1], "target": tokens[:, 1:]}
+            learner.update(step, batch)
+        found[graphs] = learner.read()["loss"], learner.evaluate([to_device(batch, torch.device("cpu"))])["loss"]
+        assert learner.failed_at() is None
+    assert found["on"] == pytest.approx(found["off"], rel=1e-4)
