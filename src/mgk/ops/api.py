@@ -268,6 +268,8 @@ def update_components(
 def small_kernels(x: Tensor) -> bool:
     """Whether kernels of our own may stand for some of PyTorch's operators: on a GPU, where no compiler fuses those."""
     return x.is_cuda and HAS_TRITON and not torch.compiler.is_compiling()
+
+
 def takes_rows(x: Tensor, width: int, impl: str) -> bool:
     """Whether `rows_attention` has kernels for heads of this width, of what is made of x."""
     fits = x.dtype in TRITON_DTYPES and width <= TRITON_WIDTH
