@@ -84,12 +84,17 @@ def test_half_precision(dtype: torch.dtype, width: int) -> None:
 
 
 def test_every_range_of_numbers() -> None:
-    """Logits of some thousands: one token has all the weight, wherever it stands, and no number overflows."""
+    """Logits of some thousands: one token has all the weight, wherever it stands, and no number overflows.
+
+    A loss is off by two roundings of the largest logit, and gradients by as much of themselves.
+    """
     case = inputs(40, 300, 20, scale=300.0)
     found, wanted = run(*case, None, torch.float32), exact(*case, None)
-    for have, want in zip(found, wanted, strict=True):
+    x, weight, _ = case[0]
+    off = 2 * torch.finfo(torch.float32).eps * float((x @ weight.T).detach().abs().max())
+    for have, want, scale in zip(found, wanted, (1.0, *(float(each.abs().max()) for each in wanted[1:])), strict=True):
         assert have.isfinite().all()
-        assert float((have - want).abs().max()) <= 1e-5 * float(want.abs().max())
+        assert float((have - want).abs().max()) <= off * scale
 
 
 def test_tokens_that_never_come() -> None:
