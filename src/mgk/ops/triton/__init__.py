@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -24,6 +25,10 @@ from mgk.ops.triton.prior import prior_statistics
 from mgk.ops.triton.tiles import Tile, choose
 
 __all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
+
+GLUON = triton.__version__.startswith("3.6.") and os.environ.get("TRITON_INTERPRET") != "1"  # the one it was run with
+if GLUON:
+    from mgk.ops.triton import hopper
 
 LOG2E = math.log2(math.e)
 MAX_WIDTH = 256
@@ -270,7 +275,15 @@ def shifted_forward(
         )  # fmt: skip
         settings |= {"PACKED": packed, **options(choice)}
         blocks = rows.shape[-1] // choice.queries * batch * heads
-        for how in forward_launches(hard, query, components):
+        near, *rest = forward_launches(hard, query, components)
+        if GLUON and masks is None and not dropout_p and hopper.fits(components, query, key, value):
+            hopper.forward(
+                query, key, value, narrow_keys, output, rows, far, LOG2E / variance, hard, causal,
+                section(key, value, num_keys, causal),
+            )  # fmt: skip
+        else:
+            rest = [near, *rest]
+        for how in rest:
             launch(shifted.forward_kernel, programs(blocks, how), *arguments, **settings, **how)
     return output, rows, keys, narrow_keys, far
 
@@ -324,14 +337,15 @@ def shifted_backward(
     on_queries = tile("shifted", "query", query, value, components)
     on_keys = tile("shifted", "key", query, value, components)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
-    parts = query_blocks + key_blocks
+    masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
+    wide = GLUON and masks is None and not dropout_p and hopper.fits(components, query, key, value, grad)
+    parts = query_blocks + (keys.shape[-1] // hopper.HALF.value if wide else key_blocks)
     *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, ends)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(rows.shape[0], rows.shape[-1], max(1 << components.bit_length(), lanes(on_keys)))
     part = empty(batch, heads, parts, components, block_width(width) + 1)
-    if packed:  # no program is for blocks behind a sequence
+    if packed or wide:  # no program is for blocks behind a sequence; those of heads that reach far have other sizes
         part.zero_()
-    masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
     settings = {
         **common(query, key, value, components, packed), "CAUSAL": causal, "SPANS": masks is not None,
         "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0, "WIDTH": known.shape[-1], "PACKED": packed,
@@ -347,14 +361,25 @@ def shifted_backward(
     elif not hard and narrow_keys.numel():
         key_columns = side_by_side(narrow_keys, COLUMNS)
         row_columns = narrow_keys.new_empty(rows.shape[0], rows.shape[-1], COLUMNS)
-    for how in backward_launches(hard, query, components) if batch * heads * query_blocks else ():
+    launches = backward_launches(hard, query, components) if batch * heads else []
+    if wide:
+        launches, order = launches[1:], section(key, value, num_keys, causal)
+        hopper.query_side(
+            grad, query, key, shift, value, output, rows, narrow_keys, key_columns, row_columns, far, known, grads[0],
+            part, numbers[0], numbers[-1], hard, causal, order,
+        )  # fmt: skip
+        hopper.key_side(
+            grad, query, key, shift, value, keys, row_columns, far, known, grads[1], grads[2], grad_bias, part,
+            numbers[0], numbers[-1], hard, causal, order, sizes[4],
+        )  # fmt: skip
+    for how in launches if query_blocks else ():
         launch(
             shifted.query_kernel, programs(batch * heads * query_blocks, how), query, key, shift, value, keys,
             narrow_keys, key_columns, output, rows, far, masks, seed, grad, known, row_columns, grads[0], part,
             *numbers, *strides(query, key, value, output, grad, grads[0], packed=packed), *sizes, parts, **settings,
             **how, **options(on_queries),
         )  # fmt: skip
-    for how in backward_launches(hard, query, components) if batch * heads * key_blocks else ():
+    for how in launches if key_blocks else ():
         launch(
             shifted.key_kernel, programs(batch * heads * key_blocks, how), query, key, shift, value, keys, rows,
             row_columns, far, masks, seed, grad, known, grads[1], grads[2], grad_bias, part, *numbers,

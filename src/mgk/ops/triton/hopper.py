@@ -1,0 +1,685 @@
+"""The backward kernels of shifted keys for wide heads on Hopper, in Gluon: two warp groups compute, a third loads.
+
+Triton waits for each product before it goes on. Here two warp groups of four warps, each with half of a block of 128
+queries (or keys), go through the tiles of the other side at their own pace: while one takes exponentials, the other's
+products run. One more warp copies tiles into a ring of shared memory ahead of them. The light road of shifted.py and
+its arithmetic, for two components in bfloat16; heads that reach far, masks, dropout, other widths and lengths that are
+no whole blocks stay with the kernels there, and so do other GPUs.
+
+Triton's interpreter does not run Gluon: the tests of this file need a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.7
+BLOCK = 128  # queries or keys of a program, half of them for each of the two warp groups that compute
+HALF = gl.constexpr(64)
+COLUMNS = gl.constexpr(16)
+# (kernel, width): the tile of the other side, how many of those the ring holds, and whether the scores of the next are
+# asked for before the sums of this one are there, if there are registers for both
+SIZES = {
+    ("forward_kernel", 64): (128, 5, True), ("forward_kernel", 128): (64, 5, True),
+    ("query_kernel", 64): (64, 6, True), ("query_kernel", 128): (64, 4, True),
+    ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
+}  # fmt: skip
+COUNTS = ("groups", "section", "H", "num_queries", "num_keys", "positions", "query_parts", "parts", "width")
+KNOWN = gl.constexpr(4)  # vectors along the queries that the key side reads: LSE, delta, rho, lead
+TILE = gl.NVMMASharedLayout(128, 16, 4)
+THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
+ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
+
+
+@gluon.jit
+def multiply_add(x, y, z):
+    return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def multiply(x, y):
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}", "=r,r,r", [x, y], gl.bfloat16,
+        True, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def larger(x, y):
+    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def where_larger(x, y, z):
+    """z where y is larger than x, else 0, by the sign of x - y; x and y of float16, z of bfloat16."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 gap; sub.f16x2 gap, $1, $2; prmt.b32 gap, gap, 0, 0xbb99; and.b32 $0, $3, gap;}", "=r,r,r,r",
+        [x, y, z], gl.bfloat16, True, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def mixed(rho, w_0, w_1, BEST: gl.constexpr):
+    """w_0 + rho w_1, or the larger of the two."""
+    if BEST:
+        result = larger(w_0, multiply(rho, w_1))
+    else:
+        result = multiply_add(rho, w_1, w_0)
+    return result
+
+
+@gluon.jit
+def column_of(block, r: gl.constexpr, layout: gl.constexpr):
+    """Column r of a product's few columns, in the layout of the rows of another."""
+    o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, block.type.layout))
+    return gl.convert_layout(gl.sum(gl.where((o_column == r)[None, :], block, 0.0), 1), gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def work_of(item, blocks, groups, section):
+    """As in primitives.py, for sequences of one length."""
+    first = item // (blocks * section) * section
+    width = gl.minimum(section, groups - first)
+    rest = item - first * blocks
+    return rest // width, first + rest % width
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """What says that a stage of the ring is full, that both warp groups have left it, that the block is there; and
+    whose turn it is.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
+    return full, empty, ready, turn
+
+
+@gluon.jit
+def take_turn(turn, part: gl.constexpr, t):
+    """The products of a tile are issued in one go, by one warp group at a time: the first one begins. If both did it at
+    once, both would wait for products, and then both compute.
+    """
+    mbarrier.wait(turn.index(part), (t & 1) ^ (1 - part))
+
+
+@gluon.jit
+def pass_turn(turn, part: gl.constexpr):
+    mbarrier.arrive(turn.index(1 - part))
+
+
+@gluon.jit
+def unit_columns(r: gl.constexpr, ROWS: gl.constexpr):
+    """Ones in column r: a product with it sums rows."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, rows))
+    ones = gl.full([ROWS, COLUMNS], 1.0, gl.bfloat16, rows)
+    return gl.allocate_shared_memory(
+        gl.bfloat16, [ROWS, COLUMNS], THIN, gl.where((o_column == r)[None, :], ones, gl.zeros_like(ones))
+    )
+
+
+@gluon.jit
+def load_keys(
+    loads, shared, where, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BEST: gl.constexpr,
+    FORWARD: gl.constexpr,
+):  # fmt: skip
+    """The block of queries, then tile after tile of keys."""
+    q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc = loads
+    q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, _ = shared
+    i_b, i_h, i_bh, i_m, count, padded_keys = where
+    mbarrier.expect(ready, (2 if FORWARD else 4) * BM * D)
+    copy(q_desc, [i_b, i_h, i_m * BM, 0], ready, q_s)
+    if not FORWARD:
+        copy(g_desc, [i_b, i_h, i_m * BM, 0], ready, g_s)
+    for t in range(count):
+        stage, start = t % STAGES, t * BN
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), (t // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, BN * (4 * D + 4 + (0 if FORWARD else 2 if BEST else 2 * COLUMNS)))
+        copy(k_desc, [i_b, i_h, start, 0], bar, k_ring.index(stage))
+        copy(v_desc, [i_b, i_h, start, 0], bar, v_ring.index(stage))
+        copy(w_desc, [2 * i_bh, start], bar, w_ring.index(2 * stage))
+        copy(w_desc, [2 * i_bh + 1, start], bar, w_ring.index(2 * stage + 1))
+        if BEST and not FORWARD:
+            copy(gap_desc, [i_bh, start], bar, gap_ring.index(stage))
+        if not BEST and not FORWARD:
+            copy(c_desc, [i_bh * padded_keys + start, 0], bar, c_ring.index(stage))
+
+
+@gluon.jit
+def range_of(i_m, num_queries, num_keys, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many key tiles a query block sees, and how many of them hide nothing; how far the keys are ahead."""
+    offset, count = num_keys - num_queries, num_keys // BN
+    whole = count
+    if CAUSAL:
+        count = gl.minimum(count, gl.cdiv(gl.maximum(i_m * BM + BM + offset, 0), BN))
+        whole = gl.maximum(i_m * BM + offset + 1, 0) // BN
+    return offset, whole, count
+
+
+@gluon.jit
+def forward_block(
+    part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+):  # fmt: skip
+    """The output of 64 queries and their LSE."""
+    q_s, _, k_ring, v_ring, c_ring, w_ring, _, full, empty, ready, turn = shared
+    p_out, p_rows, p_far, scale, stride_o, offset, i_m, whole, count, padded_queries = rest
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    row: gl.constexpr = gl.SliceLayout(1, mma)
+    q_half = q_s.reshape([BM, D]).slice(part * HALF, HALF, 0)
+    o_m = i_m * BM + part * HALF + gl.arange(0, HALF, row)
+    bound, rho = gl.load(p_rows + o_m), gl.load(p_rows + 2 * padded_queries + o_m)
+    if BEST:
+        rho = gl.exp2(rho)
+    rho = rho.to(gl.bfloat16)[:, None].broadcast_to([HALF, BN])
+    acc = gl.zeros([HALF, D], gl.float32, wide)
+    sums = gl.zeros([HALF, COLUMNS], gl.float32, thin)
+    zero = gl.zeros([HALF, BN], gl.float32, mma)
+    o_n = gl.arange(0, BN, gl.SliceLayout(0, mma))
+    mbarrier.wait(ready, 0)
+    mbarrier.wait(full.index(0), 0, pred=count > 0)
+    s = warpgroup_mma(q_half, k_ring.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    for t in range(count):
+        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # behind the last one, that one again
+        w_0 = w_ring.index(2 * stage).load(mma).broadcast_to([HALF, BN])
+        w_1 = w_ring.index(2 * stage + 1).load(mma).broadcast_to([HALF, BN])
+        mix = mixed(rho, w_0, w_1, BEST)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        e = gl.exp2(s * scale - bound[:, None])
+        if CAUSAL:
+            if t >= whole:
+                e = gl.where((t * BN + o_n)[None, :] <= o_m[:, None] + offset, e, 0.0)
+        p = multiply(e.to(gl.bfloat16), mix)
+        mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
+        take_turn(turn, part, t)
+        sums = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, thin, 2)), c_ring, sums, is_async=True)
+        b_v, b_k = v_ring.index(stage).reshape([BN, D]), k_ring.index(after % STAGES).reshape([BN, D])
+        acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, wide, 2)), b_v, acc, is_async=True)
+        if not EARLY:
+            sums, acc = warpgroup_mma_wait(0, deps=(sums, acc))
+        s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if EARLY:
+            sums, acc = warpgroup_mma_wait(1, deps=(sums, acc))
+        pass_turn(turn, part)
+        mbarrier.arrive(empty.index(stage))
+    warpgroup_mma_wait(0, deps=(s,))
+
+    total = gl.sum(sums, 1)  # the other columns are 0
+    here = gl.convert_layout(total, row)
+    spoilt = (here >= 2.0**-90) & (here <= 2.0**90) == 0  # see primitives.flag_misfits
+    if CAUSAL:
+        spoilt = spoilt & (o_m + offset >= 0)
+    if gl.max(spoilt.to(gl.int32), 0) > 0:
+        gl.store(p_far + 1, 1.0)
+    gl.store(p_rows + o_m, gl.where(here > 0, bound + gl.log2(here), float("inf")))
+    total = gl.convert_layout(total, gl.SliceLayout(1, wide))
+    output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
+    o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
+    o_r = (i_m * BM + part * HALF + o_r).to(gl.int64)
+    gl.store(p_out + o_r[:, None] * stride_o + o_d[None, :], output.to(gl.bfloat16))
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def forward_kernel(
+    q_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, scale, sob, soh, son, groups, section, H, num_queries,
+    num_keys, padded_queries, padded_keys, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+):  # fmt: skip
+    i_block, i_bh = work_of(gl.program_id(0), num_queries // BM, groups, section)
+    i_m, i_b, i_h = num_queries // BM - 1 - i_block, i_bh // H, i_bh % H
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], v_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, BN], w_desc.layout)
+    c_ring = unit_columns(0, BN)
+    full, empty, ready, turn = barriers(STAGES)
+    fence_async_shared()
+    offset, whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
+    p_rows = ROWS + i_bh.to(gl.int64) * 5 * padded_queries
+    p_out, p_far = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh, FAR_HEADS + 2 * i_bh
+    if gl.load(p_far) == 0:
+        shared = (q_s, q_s, k_ring, v_ring, c_ring, w_ring, w_ring, full, empty, ready, turn)
+        rest = (p_out, p_rows, p_far, scale, son, offset, i_m, whole, count, padded_queries)
+        loads = (q_desc, q_desc, k_desc, v_desc, w_desc, w_desc, w_desc)
+        where = (i_b, i_h, i_bh, i_m, count, padded_keys)
+        gl.warp_specialize(
+            [
+                (forward_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
+                (forward_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
+                (load_keys, (loads, shared, where, BM, BN, D, STAGES, BEST, gl.constexpr(True))),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+
+
+@gluon.jit
+def query_block(
+    part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+):  # fmt: skip
+    """dq of 64 queries, what the key side needs of them, and their share of dshift."""
+    q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn = shared
+    p_shift, p_out, p_rows, p_known, p_row_columns, p_dq, p_part, scale, inverse_variance, stride_o, stride_d = rest[
+        :11
+    ]
+    offset, i_m, whole, count, padded_queries = rest[11:]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    row: gl.constexpr = gl.SliceLayout(1, mma)
+    first = i_m * BM + part * HALF
+    q_half = q_s.reshape([BM, D]).slice(part * HALF, HALF, 0)
+    g_half = g_s.reshape([BM, D]).slice(part * HALF, HALF, 0)
+    o_m = first + gl.arange(0, HALF, row)
+    lse, rho = gl.load(p_rows + o_m), gl.load(p_rows + 2 * padded_queries + o_m)
+    lead = rho
+    if BEST:
+        rho = gl.exp2(lead)
+    o_f, o_d = first + gl.arange(0, HALF, gl.SliceLayout(1, flat)), gl.arange(0, D, gl.SliceLayout(0, flat))
+    b_o = gl.load(p_out + o_f.to(gl.int64)[:, None] * stride_o + o_d[None, :]).to(gl.float32)
+    mbarrier.wait(ready, 0)
+    delta = gl.convert_layout(gl.sum(b_o * g_half.load(flat).to(gl.float32), 1), row)
+    gl.store(p_known + o_m, lse)
+    gl.store(p_known + padded_queries + o_m, delta)
+    gl.store(p_known + 2 * padded_queries + o_m, rho)
+    if BEST:
+        gl.store(p_known + 3 * padded_queries + o_m, lead)
+    else:
+        o_l, o_c = first + gl.arange(0, HALF, gl.SliceLayout(1, lines)), gl.arange(0, COLUMNS, gl.SliceLayout(0, lines))
+        columns = gl.where((o_c == 1)[None, :], gl.convert_layout(rho, gl.SliceLayout(1, lines))[:, None], 0.0)
+        columns = gl.where((o_c == 0)[None, :], 1.0, columns).to(gl.bfloat16)
+        gl.store(p_row_columns + o_l[:, None] * COLUMNS + o_c[None, :], columns)
+
+    dq = gl.zeros([HALF, D], gl.float32, wide)
+    du = gl.zeros([HALF, COLUMNS], gl.float32, thin)
+    zero = gl.zeros([HALF, BN], gl.float32, mma)
+    o_n = gl.arange(0, BN, gl.SliceLayout(0, mma))
+    narrow_rho = rho.to(gl.bfloat16)[:, None].broadcast_to([HALF, BN])
+    narrow_lead = lead.to(gl.float16)[:, None].broadcast_to([HALF, BN])
+    mbarrier.wait(full.index(0), 0, pred=count > 0)
+    b_k, b_v = k_ring.index(0).reshape([BN, D]), v_ring.index(0).reshape([BN, D])
+    s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    slope = warpgroup_mma(g_half, b_v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    for t in range(count):
+        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # behind the last one, that one again
+        w_0 = w_ring.index(2 * stage).load(mma).broadcast_to([HALF, BN])
+        w_1 = w_ring.index(2 * stage + 1).load(mma).broadcast_to([HALF, BN])
+        mix = mixed(narrow_rho, w_0, w_1, BEST)
+        s, slope = warpgroup_mma_wait(0, deps=(s, slope))
+        e = gl.exp2(s * scale - lse[:, None])
+        if CAUSAL:
+            if t >= whole:
+                e = gl.where((t * BN + o_n)[None, :] <= o_m[:, None] + offset, e, 0.0)
+        g = (e * (slope - delta[:, None])).to(gl.bfloat16)
+        ds = multiply(g, mix)
+        if BEST:
+            g = where_larger(gap_ring.index(stage).load(mma).broadcast_to([HALF, BN]), narrow_lead, ds)
+            b_c = c_ring
+        else:
+            b_c = c_ring.index(stage)
+        mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
+        take_turn(turn, part, t)
+        b_k = k_ring.index(stage).reshape([BN, D])
+        du = warpgroup_mma(gl.convert_layout(g, gl.DotOperandLayout(0, thin, 2)), b_c, du, is_async=True)
+        dq = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, wide, 2)), b_k, dq, is_async=True)
+        if not EARLY:
+            du, dq = warpgroup_mma_wait(0, deps=(du, dq))
+        b_k, b_v = k_ring.index(after % STAGES).reshape([BN, D]), v_ring.index(after % STAGES).reshape([BN, D])
+        s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        slope = warpgroup_mma(g_half, b_v.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if EARLY:
+            du, dq = warpgroup_mma_wait(2, deps=(du, dq))
+        pass_turn(turn, part)
+        mbarrier.arrive(empty.index(stage))
+    warpgroup_mma_wait(0, deps=(s, slope))
+
+    second = column_of(du, 1, wide)  # rows of dl sum to 0: the first component has what the second leaves
+    if not BEST:
+        second = second * gl.convert_layout(rho, gl.SliceLayout(1, wide))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
+    b_b = gl.load(p_shift + D + o_d).to(gl.float32) - gl.load(p_shift + o_d).to(gl.float32)
+    dq = (dq + second[:, None] * b_b[None, :]) * inverse_variance
+    o_r = (first + gl.arange(0, HALF, gl.SliceLayout(1, wide))).to(gl.int64)
+    gl.store(p_dq + o_r[:, None] * stride_d + o_d[None, :], dq.to(gl.bfloat16))
+    share = gl.sum(second[:, None] * q_half.load(wide).to(gl.float32), 0) * inverse_variance
+    p_part += (2 * i_m + part) * 2 * (D + 1)
+    gl.store(p_part + o_d, -share)
+    gl.store(p_part + D + 1 + o_d, share)
+    gl.store(p_part + D, 0.0)
+    gl.store(p_part + 2 * D + 1, 0.0)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def query_kernel(
+    q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc, SHIFT, OUT, ROWS, FAR_HEADS, KNOWN_ROWS, ROW_COLUMNS, DQ,
+    PART, scale, inverse_variance, sob, soh, son, sdb, sdh, sdn, groups, section, H, num_queries, num_keys,
+    padded_queries, padded_keys, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+):  # fmt: skip
+    i_block, i_bh = work_of(gl.program_id(0), num_queries // BM, groups, section)
+    i_m, i_b, i_h, i_g = num_queries // BM - 1 - i_block, i_bh // H, i_bh % H, i_bh.to(gl.int64)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], q_desc.layout)
+    g_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], g_desc.layout)
+    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], v_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, BN], w_desc.layout)
+    if BEST:
+        gap_ring = gl.allocate_shared_memory(gl.float16, [STAGES, 1, BN], gap_desc.layout)
+        c_ring = unit_columns(1, BN)
+    else:
+        gap_ring = w_ring
+        c_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, COLUMNS], c_desc.layout)
+    full, empty, ready, turn = barriers(STAGES)
+    fence_async_shared()
+    offset, whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
+    p_rows, p_known = ROWS + i_g * 5 * padded_queries, KNOWN_ROWS + i_g * width * padded_queries
+    p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
+    p_dq = DQ + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
+    p_columns, p_part = ROW_COLUMNS, PART + i_g * parts * 2 * (D + 1)
+    if not BEST:
+        p_columns += i_g * COLUMNS * padded_queries
+    if gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
+        shared = (q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn)
+        rest = (
+            SHIFT + i_h * 2 * D, p_out, p_rows, p_known, p_columns, p_dq, p_part, scale, inverse_variance, son, sdn,
+            offset, i_m, whole, count, padded_queries,
+        )  # fmt: skip
+        loads = (q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc)
+        where = (i_b, i_h, i_bh, i_m, count, padded_keys)
+        gl.warp_specialize(
+            [
+                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
+                (load_keys, (loads, shared, where, BM, BN, D, STAGES, BEST, gl.constexpr(False))),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_queries(
+    loads, shared, where, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BEST: gl.constexpr
+):
+    """The block of keys, then tile after tile of queries."""
+    q_desc, g_desc, k_desc, v_desc, c_desc, r_desc = loads
+    q_ring, g_ring, k_s, v_s, c_ring, _, r_ring, full, empty, ready, _ = shared
+    i_b, i_h, i_bh, i_n, first, count, padded_queries, width = where
+    mbarrier.expect(ready, 4 * BN * D)
+    copy(k_desc, [i_b, i_h, i_n * BN, 0], ready, k_s)
+    copy(v_desc, [i_b, i_h, i_n * BN, 0], ready, v_s)
+    VECTORS: gl.constexpr = 4 if BEST else 3
+    for t in range(count):
+        stage, start = t % STAGES, first + t * BM
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), (t // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, BM * (4 * D + 4 * VECTORS + (0 if BEST else 2 * COLUMNS)))
+        copy(q_desc, [i_b, i_h, start, 0], bar, q_ring.index(stage))
+        copy(g_desc, [i_b, i_h, start, 0], bar, g_ring.index(stage))
+        for r in gl.static_range(VECTORS):
+            copy(r_desc, [i_bh * width + r, start], bar, r_ring.index(KNOWN * stage + r))
+        if not BEST:
+            copy(c_desc, [i_bh * padded_queries + start, 0], bar, c_ring.index(stage))
+
+
+@gluon.jit
+def key_block(
+    part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 keys, and their share of dshift and dlog_prior; keys down and queries across."""
+    q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, full, empty, ready, turn = shared
+    p_shift, p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_k, stride_v = rest[:10]
+    offset, i_n, first, masked, count, padded_keys, positions = rest[10:]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    row: gl.constexpr = gl.SliceLayout(1, mma)
+    start_n = i_n * BN + part * HALF
+    k_half = k_s.reshape([BN, D]).slice(part * HALF, HALF, 0)
+    v_half = v_s.reshape([BN, D]).slice(part * HALF, HALF, 0)
+    o_n = start_n + gl.arange(0, HALF, row)
+    w_0 = gl.load(p_keys + padded_keys + o_n).to(gl.bfloat16)[:, None].broadcast_to([HALF, BM])
+    w_1 = gl.load(p_keys + 2 * padded_keys + o_n).to(gl.bfloat16)[:, None].broadcast_to([HALF, BM])
+    gap = w_0
+    if BEST:  # what a query must lead by for the second component to win
+        gap = gl.load(p_keys + 3 * padded_keys + o_n) - gl.load(p_keys + 4 * padded_keys + o_n)
+        gap = gl.minimum(gl.maximum(gap, -60000.0), 60000.0).to(gl.float16)[:, None].broadcast_to([HALF, BM])
+    dk = gl.zeros([HALF, D], gl.float32, wide)
+    dv = gl.zeros([HALF, D], gl.float32, wide)
+    dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
+    zero = gl.zeros([HALF, BM], gl.float32, mma)
+    o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + offset
+    mbarrier.wait(ready, 0)
+    mbarrier.wait(full.index(0), 0, pred=count > 0)
+    b_q, b_g = q_ring.index(0).reshape([BM, D]), g_ring.index(0).reshape([BM, D])
+    s = warpgroup_mma(k_half, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    slope = warpgroup_mma(v_half, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+    for t in range(count):
+        stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # behind the last, that again
+        s, slope = warpgroup_mma_wait(0, deps=(s, slope))
+        e = gl.exp2(s * scale - r_ring.index(KNOWN * stage).load(mma))
+        if CAUSAL:
+            if start < masked:
+                e = gl.where(o_n[:, None] <= (start + o_m)[None, :], e, 0.0)
+        rho = r_ring.index(KNOWN * stage + 2).load(mma).to(gl.bfloat16).broadcast_to([HALF, BM])
+        mix = mixed(rho, w_0, w_1, BEST)
+        g = (e * (slope - r_ring.index(KNOWN * stage + 1).load(mma))).to(gl.bfloat16)
+        p, ds = multiply(e.to(gl.bfloat16), mix), multiply(g, mix)
+        if BEST:
+            lead = r_ring.index(KNOWN * stage + 3).load(mma).to(gl.float16).broadcast_to([HALF, BM])
+            g = where_larger(gap, lead, ds)
+        mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
+        take_turn(turn, part, t)
+        b_q, b_g = q_ring.index(stage).reshape([BM, D]), g_ring.index(stage).reshape([BM, D])
+        dv = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, wide, 2)), b_g, dv, is_async=True)
+        if BEST:
+            dw = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, thin, 2)), c_ring, dw, is_async=True)
+            b_c = c_other
+        else:
+            b_c = c_ring.index(stage)
+        dw = warpgroup_mma(gl.convert_layout(g, gl.DotOperandLayout(0, thin, 2)), b_c, dw, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, wide, 2)), b_q, dk, is_async=True)
+        if not EARLY:
+            dv, dw, dk = warpgroup_mma_wait(0, deps=(dv, dw, dk))
+        b_q, b_g = q_ring.index(after % STAGES).reshape([BM, D]), g_ring.index(after % STAGES).reshape([BM, D])
+        s = warpgroup_mma(k_half, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        slope = warpgroup_mma(v_half, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if EARLY:
+            dv, dw, dk = warpgroup_mma_wait(2, deps=(dv, dw, dk))
+        pass_turn(turn, part)
+        mbarrier.arrive(empty.index(stage))
+    warpgroup_mma_wait(0, deps=(s, slope))
+
+    o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start_n + gl.arange(0, HALF, gl.SliceLayout(1, wide))
+    gl.store(p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(gl.bfloat16))
+    first_share, second = column_of(dw, 0, wide), column_of(dw, 1, wide)
+    if BEST:
+        first_share -= second
+    else:
+        first_share *= gl.load(p_keys + padded_keys + o_r)
+        second *= gl.load(p_keys + 2 * padded_keys + o_r)
+    b_k = k_half.load(wide).to(gl.float32)
+    p_part += (2 * i_n + part) * 2 * (D + 1)
+    for r in gl.static_range(2):
+        dlog_w = second if r == 1 else first_share
+        b_b = gl.load(p_shift + r * D + o_d).to(gl.float32)
+        pull = dlog_w[:, None] * (b_k + b_b[None, :])
+        dk -= pull
+        gl.store(p_part + r * (D + 1) + o_d, -gl.sum(pull, 0) * inverse_variance)
+        gl.store(p_part + r * (D + 1) + D, gl.sum(dlog_w, 0))
+        if POSITIONS:
+            gl.store(p_dlw + r * positions + o_r, dlog_w)
+    gl.store(p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :], (dk * inverse_variance).to(gl.bfloat16))
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def key_kernel(
+    q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, SHIFT, KEYS, FAR_HEADS, DK, DV, DLW, PART, scale, inverse_variance,
+    sdb, sdh, sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions, padded_queries, padded_keys,
+    query_parts, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+):  # fmt: skip
+    i_n, i_bh = work_of(gl.program_id(0), num_keys // BN, groups, section)
+    i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
+    q_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, D], q_desc.layout)
+    g_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, D], g_desc.layout)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BN, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BN, D], v_desc.layout)
+    r_ring = gl.allocate_shared_memory(gl.float32, [KNOWN * STAGES, 1, BM], r_desc.layout)
+    if BEST:
+        c_ring, c_other = unit_columns(0, BM), unit_columns(1, BM)
+    else:
+        c_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, COLUMNS], c_desc.layout)
+        c_other = c_ring
+    full, empty, ready, turn = barriers(STAGES)
+    fence_async_shared()
+    offset, first, masked = num_keys - num_queries, 0, 0
+    if CAUSAL:
+        first = gl.maximum(i_n * BN - offset, 0) // BM * BM
+        masked = i_n * BN + BN - 1 - offset
+    count = gl.maximum(num_queries - first, 0) // BM
+    p_dk = DK + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
+    p_dv = DV + i_b.to(gl.int64) * seb + i_h.to(gl.int64) * seh
+    p_keys, p_part = KEYS + i_g * 5 * padded_keys, PART + (i_g * parts + query_parts) * 2 * (D + 1)
+    if gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
+        shared = (q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, full, empty, ready, turn)
+        rest = (
+            SHIFT + i_h * 2 * D, p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, scale, inverse_variance, sdn,
+            sen, offset, i_n, first, masked, count, padded_keys, positions,
+        )  # fmt: skip
+        loads = (q_desc, g_desc, k_desc, v_desc, c_desc, r_desc)
+        where = (i_b, i_h, i_bh, i_n, first, count, padded_queries, width)
+        gl.warp_specialize(
+            [
+                (key_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST, POSITIONS)),
+                (key_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST, POSITIONS)),
+                (load_queries, (loads, shared, where, BM, BN, D, STAGES, BEST)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+
+
+def fits(components: int, *tensors: Tensor) -> bool:
+    """Whether these kernels take query, key, value and what else is read in tiles; none have masks or dropout."""
+    query, key, value = tensors[:3]
+    return (
+        components == 2
+        and query.dtype == torch.bfloat16
+        and query.shape[-1] == value.shape[-1]
+        and query.shape[-1] in (64, 128)
+        and min(query.shape[2], key.shape[2]) > 0
+        and query.shape[2] % BLOCK == key.shape[2] % BLOCK == 0
+        and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        and all(0 < stride < 2**31 and stride % 8 == 0 for tensor in tensors for stride in tensor.stride()[:-1])
+        and query.device.type == "cuda"
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+    )
+
+
+def sizes(name: str, width: int) -> dict[str, Any]:
+    other, stages, early = SIZES[name, width]
+    queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
+    return {"BM": queries, "BN": keys, "STAGES": stages, "EARLY": early, "D": width}
+
+
+def tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], [1, 1, rows, tensor.shape[-1]], TILE)
+
+
+def lines(tensor: Tensor, width: int, layout: Any) -> TensorDescriptor:
+    """Of vectors along a last dimension."""
+    flat = tensor.view(-1, tensor.shape[-1])
+    return TensorDescriptor(flat, [*flat.shape], [*flat.stride()], [1, width], layout)
+
+
+def columns(tensor: Tensor, rows: int) -> TensorDescriptor:
+    flat = tensor.view(-1, tensor.shape[-1])
+    return TensorDescriptor(flat, [*flat.shape], [*flat.stride()], [rows, COLUMNS.value], THIN.value)
+
+
+def run(kernel: Any, blocks: int, query: Tensor, *arguments: Any, **constants: Any) -> None:
+    with torch.cuda.device(query.device):
+        kernel[(blocks * query.shape[0] * query.shape[1],)](*arguments, **constants, num_warps=4)
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    return [stride for tensor in tensors for stride in tensor.stride()[:-1]]
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, narrow_keys: Tensor, output: Tensor, rows: Tensor, far: Tensor,
+    scale: float, hard: bool, causal: bool, section: int,
+) -> None:  # fmt: skip
+    """Output and LSE of the heads that do not reach far; those found to on the way are marked."""
+    size = sizes("forward_kernel", query.shape[-1])
+    keys = size["BN"]
+    run(
+        forward_kernel, query.shape[2] // BLOCK, query, tiles(query, BLOCK), tiles(key, keys), tiles(value, keys),
+        lines(narrow_keys, keys, ROW16), output, rows, far, scale, *strides(output), far.shape[0], section,
+        query.shape[1], query.shape[2], key.shape[2], rows.shape[-1], narrow_keys.shape[-1], **size, CAUSAL=causal,
+        BEST=hard,
+    )  # fmt: skip
+
+
+def query_side(
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, output: Tensor, rows: Tensor,
+    narrow_keys: Tensor, key_columns: Tensor, row_columns: Tensor | None, far: Tensor, known: Tensor,
+    grad_query: Tensor, part: Tensor, scale: float, inverse_variance: float, hard: bool, causal: bool, section: int,
+) -> None:  # fmt: skip
+    """dq, `known` as vectors along the queries, and the first of `part`, of the heads that do not reach far."""
+    size = sizes("query_kernel", query.shape[-1])
+    keys = size["BN"]
+    weights = lines(narrow_keys, keys, ROW16)
+    run(
+        query_kernel, query.shape[2] // BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, keys),
+        tiles(value, keys), weights if hard else columns(key_columns, keys), weights,
+        lines(key_columns, keys, ROW16) if hard else weights, shift, output, rows, far, known,
+        narrow_keys if row_columns is None else row_columns, grad_query, part, scale, inverse_variance,
+        *strides(output, grad_query), far.shape[0], section, query.shape[1], query.shape[2], key.shape[2],
+        rows.shape[-1], narrow_keys.shape[-1], part.shape[2], known.shape[-1], **size, CAUSAL=causal, BEST=hard,
+    )  # fmt: skip
+
+
+def key_side(
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, keys: Tensor, row_columns: Tensor | None,
+    far: Tensor, known: Tensor, grad_key: Tensor, grad_value: Tensor, grad_bias: Tensor, part: Tensor, scale: float,
+    inverse_variance: float, hard: bool, causal: bool, section: int, positions: int,
+) -> None:  # fmt: skip
+    """dk, dv, those of a prior per position and the rest of `part`, of the heads that do not reach far."""
+    size = sizes("key_kernel", query.shape[-1])
+    queries = size["BM"]
+    vectors = lines(known.view(known.shape[0], -1, known.shape[1]), queries, ROW32)
+    run(
+        key_kernel, key.shape[2] // BLOCK, query, tiles(query, queries), tiles(grad, queries), tiles(key, BLOCK),
+        tiles(value, BLOCK), vectors if row_columns is None else columns(row_columns, queries), vectors, shift, keys,
+        far, grad_key, grad_value, grad_bias, part, scale, inverse_variance, *strides(grad_key, grad_value),
+        far.shape[0], section, query.shape[1], query.shape[2], key.shape[2], positions, known.shape[1], keys.shape[-1],
+        known.shape[1] // HALF.value, part.shape[2], known.shape[-1], **size, CAUSAL=causal,
+        BEST=hard, POSITIONS=grad_bias.dim() > 1,
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""Kernels for wide heads on Hopper: compiled everywhere, run where there is one, as no interpreter knows Gluon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.common import E_STEPS, Case, Inputs
+from tests.ops.test_triton import assert_low_precision, run
+from tests.ops.triton_env import strict_memory
+
+# isort: split
+from mgk.ops import triton as kernels
+from mgk.ops.triton import hopper
+
+HERE = kernels.GLUON and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HERE, reason="needs a GPU of compute capability 9.0 and Triton 3.6")
+CASE = Case(variant="smgk", B=2, H=2, M=2, Nq=256, Nk=256, D=64, Dv=64, prior="head", seed=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_memory() -> Iterator[None]:
+    with strict_memory():
+        yield
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of these kernels were launched."""
+    names: list[str] = []
+    launch = hopper.run
+
+    def noted(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        names.append(kernel.__name__)
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(hopper, "run", noted)
+    return names
+
+
+ALL = ["forward_kernel", "query_kernel", "key_kernel"]
+
+
+@needs_hopper
+@pytest.mark.parametrize("scale", [1.0, 6.0])  # at 6 heads are beyond the light road
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(CASE, is_causal=True, prior=None),
+        replace(CASE, is_causal=True, D=128, Dv=128),
+        replace(CASE, D=128, Dv=128, Nq=128, Nk=384, prior="position"),
+        replace(CASE, Nq=128, Nk=640, is_causal=True, prior="position"),
+        replace(CASE, B=3, H=5, Nq=512, Nk=512, is_causal=True, D=128, Dv=128),
+    ],
+    ids=["whole", "causal", "wide", "unequal", "later", "many"],
+)
+def test_values_and_gradients(case: Case, e_step: str, scale: float, taken: list[str]) -> None:
+    assert_low_precision(replace(case, e_step=e_step), torch.bfloat16, scale=scale)
+    assert taken == ALL
+
+
+def assert_near(inputs: Inputs, options: dict[str, Any]) -> None:
+    """Each head within some roundings of bfloat16, of which one in which few keys count has many."""
+    inputs = {name: x if name in ("log_prior", "shift") else x.bfloat16() for name, x in inputs.items()}
+    exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", options)
+    got = run(inputs, "triton", options)
+    for name, have, want in zip(["output", *inputs], got, exact, strict=True):
+        heads = product(range(2), range(2)) if have.dim() == 4 else [(slice(None), slice(None))]
+        for i, j in heads:
+            error = float((have[i, j] - want[i, j]).norm())
+            assert error <= 0.1 * float(want[i, j].norm()), f"{name} of head {i}, {j}"
+
+
+@needs_hopper
+@pytest.mark.parametrize("e_step", E_STEPS)
+def test_each_head_takes_its_road(e_step: str, taken: list[str]) -> None:
+    """One head that reaches far and one with a query far from all keys, among others."""
+    case = replace(CASE, e_step=e_step, is_causal=True, D=128, Dv=128, prior=None)
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    inputs["key"][1, 0] *= 8
+    inputs["query"][0, 1, 77] *= 40
+    assert_near(inputs, case.options())
+    assert taken == ALL
+
+
+@needs_hopper
+@pytest.mark.parametrize("e_step", E_STEPS)
+def test_queries_that_see_nothing(e_step: str, taken: list[str]) -> None:
+    case = replace(CASE, e_step=e_step, is_causal=True, Nq=384, Nk=128, prior=None)
+    assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options())
+    assert taken == ALL
+
+
+@needs_hopper
+def test_the_same_bits_every_time_and_in_any_layout(taken: list[str]) -> None:
+    """Gradients have no atomics; (B,N,H,D) in memory is read as it lies."""
+    case = replace(CASE, is_causal=True, H=4)
+    inputs = {name: x.detach().bfloat16() for name, x in case.inputs(torch.float32).items()}
+    first, again = (run(inputs, "triton", case.options()) for _ in range(2))
+    other = {name: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for name, x in inputs.items()}
+    strided = run(other, "triton", case.options())
+    for one, two, three in zip(first, again, strided, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+    assert taken == 3 * ALL
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASE, Nk=250),
+        replace(CASE, D=48, Dv=64),
+        replace(CASE, M=3),
+        replace(CASE, masked=True),
+        replace(CASE, D=72, Dv=72),
+    ],
+    ids=["ragged", "widths", "components", "masked", "width"],
+)
+def test_what_they_do_not_take_is_left_to_the_others(case: Case, taken: list[str]) -> None:
+    assert_low_precision(case, torch.bfloat16)
+    assert not taken
+
+
+def test_they_compile(tmp_path: Path) -> None:
+    """Without a GPU too, by whatever Triton is there, in a process that does not interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(Path(__file__).with_name("compile_hopper.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
