@@ -10,7 +10,7 @@ import tyro
 
 def reproduce(
     what: tyro.conf.Positional[
-        Literal["table1", "table2", "table3", "table4", "ablations", "all", "steps", "figures"]
+        Literal["table1", "table2", "table3", "table4", "checkpoints", "ablations", "all", "steps", "figures"]
     ] = "all",
     budget: float | None = None,
     jobs: int = 1,
@@ -37,12 +37,13 @@ def reproduce(
     In Python: `mgk.reproduce.sit(mgk.reproduce.cells("table1"), budget=60)`.
 
     Args:
-        what: a table, the ablations, all of them, the times of steps, or the report with its figures.
+        what: a table, what the choice of checkpoints does, the ablations, all of them, the times of steps, or the
+            report with its figures.
         budget: stop within so many minutes, with a checkpoint of what is under way.
         jobs: trainings side by side on one device.
         seeds: trainings of each row.
-        recipes: only these, in this order: listops, text, text-sound, retrieval-rebuilt, listops-long, enwik8,
-            wikitext2, enwiki, enwik8-short.
+        recipes: only these, in this order: listops, text, text-sound, text-often, retrieval-rebuilt, listops-long,
+            enwik8, wikitext2, enwiki, enwik8-short.
         heads: only the rows that are compared with a baseline of so many heads.
         cells: these trainings alone, e.g. listops/smgk-h4-s0.
         check: train nothing; verify that the records are the grid's, the report follows from them and has its figures.

@@ -15,7 +15,7 @@ from mgk.reproduce.runner import RESULTS, RUNS, Tally, sit
 from mgk.reproduce.steps import STEPS, measure, read_steps
 from mgk.train.files import write_text
 
-What = Literal["table1", "table2", "table3", "table4", "ablations", "all", "steps", "figures"]
+What = Literal["table1", "table2", "table3", "table4", "checkpoints", "ablations", "all", "steps", "figures"]
 REPORT = Path("docs") / "results.md"
 
 
