@@ -23,8 +23,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from mgk.ops import cost, linear
 from mgk.ops.feature_maps import elu
 from mgk.ops.linear import linear_attention, mlk_attention, smlk_attention
-from tests.ops.common import VARIANTS, Case, Inputs, cases, component_keys, pick_keys, pick_queries
-from tests.ops.triton_env import DEVICE, strict_memory
+from tests.ops.common import VARIANTS, Case, Inputs, cases, pick_keys, pick_queries
+from tests.ops.linear_kernels import (
+    DTYPES,
+    SMALL_TILE,
+    assert_rounded,
+    incoming,
+    leaves_of,
+    numbers,
+    size_of_output,
+    sizes_of_terms,
+)
+from tests.ops.triton_env import DEVICE, assert_graph_follows, strict_memory
 
 # isort: split
 from mgk.ops.triton import linear as kernels
@@ -32,16 +42,14 @@ from mgk.ops.triton import linear as kernels
 # A query that sees no key divides by zero before it gets zeros; numpy, which the interpreter computes with, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASE = Case(B=1, H=2, M=2, Nq=21, Nk=37, D=20, Dv=12, prior="head", seed=3)  # of "smgk": shifted keys; "mgk": projected
 PLAIN = replace(CASE, variant="mgk", M=1, prior=None)
 PACKED = replace(CASE, Nq=40, Nk=40, prior="position")
 ENDS = torch.tensor([[0, 17, 38], [0, 5, 40]], dtype=torch.int32)
 LONGEST = 40  # a bound for all sequences of packed rows
-SMALL_TILE = {"BN": 16, "num_warps": 4, "num_stages": 1}
-
 
 tiles_in_use = kernels.tile
+SIZE_OF_OUTPUT = partial(size_of_output, is_causal=False)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,12 +85,6 @@ def one_by_one(function: Callable[[Inputs], Tensor], inputs: Inputs, ends: Tenso
     return pad(torch.cat(results, 2), (0, 0, 0, inputs["query"].shape[2] - int(ends[-1])))
 
 
-def incoming(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient that depends on the shape alone, and that `dtype` can hold."""
-    angles = torch.linspace(-1, 4, output.numel(), dtype=torch.float64)
-    return angles.cos().view(output.shape).to(dtype).to(output.device, output.dtype)
-
-
 def run(
     inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtype | None = None, ends: Tensor | None = None
 ) -> dict[str, Tensor]:
@@ -98,47 +100,12 @@ def run(
     return {name: x.detach().cpu().double() for name, x in zip(["output", *inputs], results, strict=True)}
 
 
-def sizes(inputs: Inputs, mask: Tensor | None, ends: Tensor | None) -> dict[str, float]:
-    """Of the terms behind each result, since what cancels is to be judged by them. With values and incoming gradients
-    of one sign all terms that a gradient has by way of the numerator have one; those of the denominator are as large.
-    """
-    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
-    output = size_of_output(leaves, mask) if ends is None else one_by_one(size_of_output, leaves, ends)
-    grads = torch.autograd.grad(output, list(leaves.values()), incoming(output, output.dtype).abs())
-    return {name: float(x.detach().norm()) for name, x in zip(["output", *inputs], (output, *grads), strict=True)}
-
-
-def size_of_output(inputs: Inputs, mask: Tensor | None = None) -> Tensor:
-    query, key, value = inputs["query"], inputs["key"], inputs["value"]
-    checked = linear._check(query, key, inputs.get("shift"), value.abs(), inputs.get("log_prior"), "elu", mask)
-    sums = linear._dense(*linear._prepare(query, key, inputs.get("shift"), *checked), False)
-    total = sums[..., -1:].detach()
-    return torch.where(total == 0, 0, sums[..., :-1] / torch.where(total == 0, 1, total))
-
-
-def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Inputs:
-    """Shifts and priors are float32, as parameters are."""
-    return {
-        name: tensor.detach().to(torch.float32 if name in ("shift", "log_prior") else dtype)
-        for name, tensor in case.inputs(scale=scale).items()
-    }
-
-
 def assert_right(inputs: Inputs, mask: Tensor | None = None, ends: Tensor | None = None) -> dict[str, Tensor]:
-    """What the kernels give, if its errors are those of the arithmetic: relative to the terms of a sum, one rounding of
-    the largest exponent in float32, and in half precision one of a factor to eleven bits; and then one of the result.
-    """
-    dtype = inputs["query"].dtype
-    exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", mask, dtype, ends)
-    got, size = run(inputs, "triton", mask, ends=ends), sizes(inputs, mask, ends)
-    largest = [inputs["query"], component_keys(inputs), *(inputs[name] for name in ("log_prior",) if name in inputs)]
-    exponent = sum(float(x[x.isfinite()].abs().max()) for x in largest if x.numel())
-    rounding = torch.finfo(torch.float32).eps * (1 + exponent) + (2**-11 if dtype != torch.float32 else 0)
-    for name, want in exact.items():
-        bound = rounding * size[name] + torch.finfo(dtype).eps / 2 * float(want.norm())
-        error = float((got[name] - want).norm())
-        assert error <= bound, f"{name}: error {error:.2e}, bound {bound:.2e}"
-    return got
+    """What the kernels give, if it is right."""
+    exact = run({name: x.double() for name, x in inputs.items()}, "reference", mask, inputs["query"].dtype, ends)
+    leaves, size = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}, SIZE_OF_OUTPUT
+    output = size(leaves, mask) if ends is None else one_by_one(size, leaves, ends)
+    return assert_rounded(run(inputs, "triton", mask, ends=ends), exact, sizes_of_terms(output, leaves), inputs)
 
 
 @settings(max_examples=8)
@@ -364,10 +331,6 @@ def test_packed_rows_stay_where_they_are() -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def leaves_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {name: tensor.to(DEVICE).requires_grad_() for name, tensor in numbers(case, dtype).items()}
-
-
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_operators_pass_opcheck(variant: str, is_packed: bool) -> None:
@@ -434,16 +397,7 @@ def test_a_graph_captures_it(is_packed: bool) -> None:
         grads = torch.autograd.grad(output.float().square().sum(), list(inputs.values()))
         return [output.detach(), *grads]  # the graph of autograd belongs to a stream, and goes with it
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    places.copy_(others)
-    expected = step()
-    for tensor in captured:
-        tensor.zero_()
-    graph.replay()
-    assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
+    assert_graph_follows(step, lambda: places.copy_(others))
 
 
 class FakeCuda:

@@ -18,8 +18,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from mgk.ops import cost, linear
 from mgk.ops.feature_maps import elu
 from mgk.ops.linear import linear_attention, mlk_attention, smlk_attention
-from tests.ops.common import VARIANTS, Case, Inputs, component_keys
-from tests.ops.triton_env import DEVICE, strict_memory
+from tests.ops.common import VARIANTS, Case, Inputs
+from tests.ops.linear_kernels import (
+    DTYPES,
+    SMALL_TILE,
+    assert_rounded,
+    incoming,
+    leaves_of,
+    numbers,
+    size_of_output,
+    sizes_of_terms,
+)
+from tests.ops.triton_env import DEVICE, assert_graph_follows, strict_memory
 
 # isort: split
 from mgk.ops.triton import scan as kernels
@@ -27,12 +37,10 @@ from mgk.ops.triton import scan as kernels
 # A query that sees no key divides by zero before it gets zeros; numpy, which the interpreter computes with, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 N = 37  # two tiles and five positions
 CASE = Case(B=1, H=2, M=2, Nq=N, Nk=N, D=20, Dv=12, prior="head", seed=3)  # of "smgk": shifted keys; "mgk": projected
 PLAIN = replace(CASE, variant="mgk", M=1, prior=None)
 BATCH = replace(CASE, B=2, H=1, prior="position")
-SMALL_TILE = {"BN": 16, "num_warps": 4, "num_stages": 1}
 NO_ROOM = -100  # bits: every tile goes the slow road
 
 tiles_in_use = kernels.tile
@@ -51,12 +59,6 @@ def attend(inputs: Inputs, impl: str, key_mask: Tensor | None = None, **options:
     return function(**inputs, key_mask=key_mask, is_causal=True, impl=impl, **options)
 
 
-def incoming(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient that depends on the shape alone, and that `dtype` can hold."""
-    angles = torch.linspace(-1, 4, output.numel(), dtype=torch.float64)
-    return angles.cos().view(output.shape).to(dtype).to(output.device, output.dtype)
-
-
 def run(inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Output and gradients, on the CPU in float64."""
     device = DEVICE if impl == "triton" else "cpu"
@@ -66,43 +68,12 @@ def run(inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtyp
     return {name: x.detach().cpu().double() for name, x in zip(["output", *inputs], results, strict=True)}
 
 
-def sizes(inputs: Inputs, mask: Tensor | None) -> dict[str, float]:
-    """Of the terms behind each result, since what cancels is to be judged by them. With values and incoming gradients
-    of one sign all terms that a gradient has by way of the numerator have one; those of the denominator are as large.
-    """
-    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
-    query, key, shift = leaves["query"], leaves["key"], leaves.get("shift")
-    checked = linear._check(query, key, shift, leaves["value"].abs(), leaves.get("log_prior"), "elu", mask)
-    sums = linear._dense(*linear._prepare(query, key, shift, *checked), True)
-    total = sums[..., -1:].detach()
-    output = torch.where(total == 0, 0, sums[..., :-1] / torch.where(total == 0, 1, total))
-    grads = torch.autograd.grad(output, list(leaves.values()), incoming(output, output.dtype).abs())
-    return {name: float(x.detach().norm()) for name, x in zip(["output", *inputs], (output, *grads), strict=True)}
-
-
-def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Inputs:
-    """Shifts and priors are float32, as parameters are."""
-    return {
-        name: tensor.detach().to(torch.float32 if name in ("shift", "log_prior") else dtype)
-        for name, tensor in case.inputs(scale=scale).items()
-    }
-
-
 def assert_right(inputs: Inputs, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """What the kernels give, if its errors are those of the arithmetic: relative to the terms of a sum, one rounding of
-    the largest exponent in float32, and in half precision one of a factor to eleven bits; and then one of the result.
-    """
-    dtype = inputs["query"].dtype
-    exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", mask, dtype)
-    got, size = run(inputs, "triton", mask), sizes(inputs, mask)
-    largest = [inputs["query"], component_keys(inputs), *(inputs[name] for name in ("log_prior",) if name in inputs)]
-    exponent = sum(float(x[x.isfinite()].abs().max()) for x in largest if x.numel())
-    rounding = torch.finfo(torch.float32).eps * (1 + exponent) + (2**-11 if dtype != torch.float32 else 0)
-    for name, want in exact.items():
-        bound = rounding * size[name] + torch.finfo(dtype).eps / 2 * float(want.norm())
-        error = float((got[name] - want).norm())
-        assert error <= bound, f"{name}: error {error:.2e}, bound {bound:.2e}"
-    return got
+    """What the kernels give, if it is right."""
+    exact = run({name: x.double() for name, x in inputs.items()}, "reference", mask, inputs["query"].dtype)
+    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
+    sizes = sizes_of_terms(size_of_output(leaves, mask, is_causal=True), leaves)
+    return assert_rounded(run(inputs, "triton", mask), exact, sizes, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -295,10 +266,6 @@ def test_the_same_bits_every_time() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def leaves_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {name: tensor.to(DEVICE).requires_grad_() for name, tensor in numbers(case, dtype).items()}
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_operators_pass_opcheck(variant: str) -> None:
     inputs = leaves_of(replace(BATCH, variant=variant))
@@ -357,18 +324,12 @@ def test_a_graph_captures_it() -> None:
         grads = torch.autograd.grad(output.float().square().sum(), list(inputs.values()))
         return [output.detach(), *grads]  # the graph of autograd belongs to a stream, and goes with it
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    places.copy_(MASKS["left"])
-    with torch.no_grad():
-        inputs["key"] += CHANGES["rising"][:, None].to(inputs["key"])
-    expected = step()
-    for tensor in captured:
-        tensor.zero_()
-    graph.replay()
-    assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
+    def change() -> None:
+        places.copy_(MASKS["left"])
+        with torch.no_grad():
+            inputs["key"] += CHANGES["rising"][:, None].to(inputs["key"])
+
+    assert_graph_follows(step, change)
 
 
 def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tests.ops.common import Inputs, component_keys
 
@@ -65,3 +66,17 @@ def rounded_exponent(inputs: Inputs) -> float:
         float(tensor.detach().double().square().sum(-1).max()) for tensor in (inputs["query"], component_keys(inputs))
     ]
     return sum(norms) / math.sqrt(inputs["query"].shape[-1]) * torch.finfo(torch.float32).eps
+
+
+def assert_graph_follows(step: Callable[[], list[Tensor]], change: Callable[[], object]) -> None:
+    """A captured step gives, after its inputs are changed in place, what a step then gives without a graph."""
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    change()
+    expected = step()
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))

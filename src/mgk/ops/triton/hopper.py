@@ -1,4 +1,4 @@
-"""The backward kernels of shifted keys for wide heads on Hopper, in Gluon: two warp groups compute, a third loads.
+"""Kernels of shifted keys for wide heads on Hopper, in Gluon: two warp groups compute, a third loads.
 
 Triton waits for each product before it goes on. Here two warp groups of four warps, each with half of a block of 128
 queries (or keys), go through the tiles of the other side at their own pace: while one takes exponentials, the other's
@@ -283,10 +283,8 @@ def query_block(
 ):  # fmt: skip
     """dq of 64 queries, what the key side needs of them, and their share of dshift."""
     q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn = shared
-    p_shift, p_out, p_rows, p_known, p_row_columns, p_dq, p_part, scale, inverse_variance, stride_o, stride_d = rest[
-        :11
-    ]
-    offset, i_m, whole, count, padded_queries = rest[11:]
+    p_shift, p_out, p_rows, p_known, p_row_columns, p_dq, p_part = rest[:7]
+    scale, inverse_variance, stride_o, stride_d, offset, i_m, whole, count, padded_queries = rest[7:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
