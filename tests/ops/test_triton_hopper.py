@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.common import E_STEPS, Case, Inputs
+from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs
 from tests.ops.test_triton import assert_low_precision, run
 from tests.ops.triton_env import strict_memory
 
 # isort: split
 from mgk.ops import triton as kernels
-from mgk.ops.triton import hopper
+from mgk.ops.triton import hopper, hopper_mixture
 
 HERE = kernels.GLUON and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HERE, reason="needs a GPU of compute capability 9.0 and Triton 3.6")
@@ -43,7 +43,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(kernel.__name__)
         launch(kernel, *arguments, **constants)
 
-    monkeypatch.setattr(hopper, "run", noted)
+    for module in (hopper, hopper_mixture):
+        monkeypatch.setattr(module, "run", noted)
     return names
 
 
@@ -53,6 +54,7 @@ ALL = ["forward_kernel", "query_kernel", "key_kernel"]
 @needs_hopper
 @pytest.mark.parametrize("scale", [1.0, 6.0])  # at 6 heads are beyond the light road
 @pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -65,8 +67,8 @@ ALL = ["forward_kernel", "query_kernel", "key_kernel"]
     ],
     ids=["whole", "causal", "wide", "unequal", "later", "many"],
 )
-def test_values_and_gradients(case: Case, e_step: str, scale: float, taken: list[str]) -> None:
-    assert_low_precision(replace(case, e_step=e_step), torch.bfloat16, scale=scale)
+def test_values_and_gradients(case: Case, variant: str, e_step: str, scale: float, taken: list[str]) -> None:
+    assert_low_precision(replace(case, variant=variant, e_step=e_step), torch.bfloat16, scale=scale)
     assert taken == ALL
 
 
@@ -76,7 +78,7 @@ def assert_near(inputs: Inputs, options: dict[str, Any]) -> None:
     exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", options)
     got = run(inputs, "triton", options)
     for name, have, want in zip(["output", *inputs], got, exact, strict=True):
-        heads = product(range(2), range(2)) if have.dim() == 4 else [(slice(None), slice(None))]
+        heads = product(range(2), range(2)) if have.dim() > 3 else [(slice(None), slice(None))]
         for i, j in heads:
             error = float((have[i, j] - want[i, j]).norm())
             assert error <= 0.1 * float(want[i, j].norm()), f"{name} of head {i}, {j}"
@@ -84,9 +86,10 @@ def assert_near(inputs: Inputs, options: dict[str, Any]) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("e_step", E_STEPS)
-def test_each_head_takes_its_road(e_step: str, taken: list[str]) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_head_takes_its_road(variant: str, e_step: str, taken: list[str]) -> None:
     """One head that reaches far and one with a query far from all keys, among others."""
-    case = replace(CASE, e_step=e_step, is_causal=True, D=128, Dv=128, prior=None)
+    case = replace(CASE, variant=variant, e_step=e_step, is_causal=True, D=128, Dv=128, prior=None)
     inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
     inputs["key"][1, 0] *= 8
     inputs["query"][0, 1, 77] *= 40
@@ -96,19 +99,21 @@ def test_each_head_takes_its_road(e_step: str, taken: list[str]) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("e_step", E_STEPS)
-def test_queries_that_see_nothing(e_step: str, taken: list[str]) -> None:
-    case = replace(CASE, e_step=e_step, is_causal=True, Nq=384, Nk=128, prior=None)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_queries_that_see_nothing(variant: str, e_step: str, taken: list[str]) -> None:
+    case = replace(CASE, variant=variant, e_step=e_step, is_causal=True, Nq=384, Nk=128, prior=None)
     assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options())
     assert taken == ALL
 
 
 @needs_hopper
-def test_the_same_bits_every_time_and_in_any_layout(taken: list[str]) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_bits_every_time_and_in_any_layout(variant: str, taken: list[str]) -> None:
     """Gradients have no atomics; (B,N,H,D) in memory is read as it lies."""
-    case = replace(CASE, is_causal=True, H=4)
+    case = replace(CASE, variant=variant, is_causal=True, H=4)
     inputs = {name: x.detach().bfloat16() for name, x in case.inputs(torch.float32).items()}
     first, again = (run(inputs, "triton", case.options()) for _ in range(2))
-    other = {name: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for name, x in inputs.items()}
+    other = {name: x.transpose(1, -2).contiguous().transpose(1, -2) if x.dim() > 3 else x for name, x in inputs.items()}
     strided = run(other, "triton", case.options())
     for one, two, three in zip(first, again, strided, strict=True):
         assert torch.equal(one, two)
@@ -117,6 +122,7 @@ def test_the_same_bits_every_time_and_in_any_layout(taken: list[str]) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -128,8 +134,8 @@ def test_the_same_bits_every_time_and_in_any_layout(taken: list[str]) -> None:
     ],
     ids=["ragged", "widths", "components", "masked", "width"],
 )
-def test_what_they_do_not_take_is_left_to_the_others(case: Case, taken: list[str]) -> None:
-    assert_low_precision(case, torch.bfloat16)
+def test_what_they_do_not_take_is_left_to_the_others(case: Case, variant: str, taken: list[str]) -> None:
+    assert_low_precision(replace(case, variant=variant), torch.bfloat16)
     assert not taken
 
 

@@ -28,7 +28,7 @@ __all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
 
 GLUON = triton.__version__.startswith("3.6.") and os.environ.get("TRITON_INTERPRET") != "1"  # the one it was run with
 if GLUON:
-    from mgk.ops.triton import hopper
+    from mgk.ops.triton import hopper, hopper_mixture
 
 LOG2E = math.log2(math.e)
 MAX_WIDTH = 256
@@ -275,15 +275,14 @@ def shifted_forward(
         )  # fmt: skip
         settings |= {"PACKED": packed, **options(choice)}
         blocks = rows.shape[-1] // choice.queries * batch * heads
-        near, *rest = forward_launches(hard, query, components)
+        launches = forward_launches(hard, query, components)
         if GLUON and masks is None and not dropout_p and hopper.fits(components, query, key, value):
+            del launches[0]
             hopper.forward(
                 query, key, value, narrow_keys, output, rows, far, LOG2E / variance, hard, causal,
                 section(key, value, num_keys, causal),
             )  # fmt: skip
-        else:
-            rest = [near, *rest]
-        for how in rest:
+        for how in launches:
             launch(shifted.forward_kernel, programs(blocks, how), *arguments, **settings, **how)
     return output, rows, keys, narrow_keys, far
 
@@ -452,7 +451,14 @@ def mixture_forward(
             "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0, "PACKED": packed, **options(choice),
         }  # fmt: skip
         blocks = rows.shape[-1] // choice.queries * batch * heads
-        for how in (near, rest)[not fixed :]:
+        launches = [near, rest][not fixed :]
+        if GLUON and fixed and masks is None and not dropout_p and hopper.fits(components, query, key, value):
+            del launches[0]
+            hopper_mixture.forward(
+                query, key, value, keys, narrow_keys, output, rows, far, LOG2E / variance, hard, causal,
+                section(key, value, num_keys, causal),
+            )  # fmt: skip
+        for how in launches:
             launch(mixture.forward_kernel, programs(blocks, how), *arguments, **settings, **how)
     return output, rows, keys, narrow_keys, far
 
@@ -489,13 +495,15 @@ def mixture_backward(
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     varied = per_component is not None
     query_parts = query_blocks if varied else 0  # only then do queries contribute
+    masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
+    wide = GLUON and masks is None and not dropout_p and not varied and hopper.fits(components, query, key, value, grad)
     *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, ends)
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(*rows.shape, max(2, lanes(on_keys)))
-    part = empty(batch, heads, query_parts + key_blocks, components, 2)
-    if packed:  # no program is for blocks behind a sequence
+    parts = query_parts + (keys.shape[-1] // hopper.HALF.value if wide else key_blocks)
+    part = empty(batch, heads, parts, components, 2)
+    if packed or wide:  # no program is for blocks behind a sequence; those of heads that reach far have other sizes
         part.zero_()
-    masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
     settings = {
         **common(query, key, value, components, packed), "HARD": hard, "VARIANCES": varied, "CAUSAL": causal,
         "SPANS": masks is not None, "KEY_MASK": key_mask is not None, "DROPOUT": dropout_p > 0,
@@ -509,6 +517,16 @@ def mixture_backward(
         batch, section(key, value, num_keys, causal), heads, num_queries, prior_positions(log_prior, num_keys),
         rows.shape[-1], keys.shape[-1],
     )  # fmt: skip
+    if wide:  # the hard E-step is right for heads that reach far, too
+        launches, order = launches[1:], section(key, value, num_keys, causal)
+        hopper_mixture.query_side(
+            grad, query, key, value, output, rows, keys, narrow_keys, far, known, grads[0], LOG2E / variance,
+            1 / variance, hard, causal, order,
+        )  # fmt: skip
+        hopper_mixture.key_side(
+            grad, query, key, value, keys, narrow_keys, far, known, grads[1], grads[2], grad_bias, part,
+            LOG2E / variance, 1 / variance, hard, causal, order, sizes[4],
+        )  # fmt: skip
     for how in launches if batch * heads * query_blocks else ():
         launch(
             mixture.query_kernel, programs(batch * heads * query_blocks, how), query, key, value, keys, narrow_keys,

@@ -64,9 +64,9 @@ def larger(x, y):
 
 @gluon.jit
 def where_larger(x, y, z):
-    """z where y is larger than x, else 0, by the sign of x - y; x and y of float16, z of bfloat16."""
+    """z where y is larger than x, else 0; x and y of float16, z of bfloat16."""
     return gl.inline_asm_elementwise(
-        "{.reg .b32 gap; sub.f16x2 gap, $1, $2; prmt.b32 gap, gap, 0, 0xbb99; and.b32 $0, $3, gap;}", "=r,r,r,r",
+        "{.reg .b32 mask; set.gt.u32.f16x2 mask, $2, $1; and.b32 $0, $3, mask;}", "=r,r,r,r",
         [x, y, z], gl.bfloat16, True, 2,
     )  # fmt: skip
 
@@ -482,13 +482,15 @@ def key_block(
         stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # behind the last, that again
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
         e = gl.exp2(s * scale - r_ring.index(KNOWN * stage).load(mma))
+        g = (e * (slope - r_ring.index(KNOWN * stage + 1).load(mma))).to(gl.bfloat16)
+        p = e.to(gl.bfloat16)
         if CAUSAL:
             if start < masked:
-                e = gl.where(o_n[:, None] <= (start + o_m)[None, :], e, 0.0)
+                seen = o_n[:, None] <= (start + o_m)[None, :]
+                p, g = gl.where(seen, p, gl.zeros_like(p)), gl.where(seen, g, gl.zeros_like(g))
         rho = r_ring.index(KNOWN * stage + 2).load(mma).to(gl.bfloat16).broadcast_to([HALF, BM])
         mix = mixed(rho, w_0, w_1, BEST)
-        g = (e * (slope - r_ring.index(KNOWN * stage + 1).load(mma))).to(gl.bfloat16)
-        p, ds = multiply(e.to(gl.bfloat16), mix), multiply(g, mix)
+        p, ds = multiply(p, mix), multiply(g, mix)
         if BEST:
             lead = r_ring.index(KNOWN * stage + 3).load(mma).to(gl.float16).broadcast_to([HALF, BM])
             g = where_larger(gap, lead, ds)
@@ -591,8 +593,8 @@ def fits(components: int, *tensors: Tensor) -> bool:
         and query.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]
         and query.shape[-1] in (64, 128)
-        and min(query.shape[2], key.shape[2]) > 0
-        and query.shape[2] % BLOCK == key.shape[2] % BLOCK == 0
+        and min(query.shape[2], key.shape[-2]) > 0
+        and query.shape[2] % BLOCK == key.shape[-2] % BLOCK == 0
         and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         and all(0 < stride < 2**31 and stride % 8 == 0 for tensor in tensors for stride in tensor.stride()[:-1])
         and query.device.type == "cuda"

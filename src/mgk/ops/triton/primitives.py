@@ -133,12 +133,12 @@ def larger(x, y):
 
 @triton.jit
 def where_larger(x, y, z):
-    """z where y is larger than x, else 0: two at a time, by the sign of x - y; x and y of float16, z of bfloat16."""
+    """z where y is larger than x, else 0, two at a time; x and y of float16, z of bfloat16."""
     if INTERPRETED:
         result = tl.where(y > x, z, 0.0).to(z.dtype)
     else:
         result = tl.inline_asm_elementwise(
-            "{.reg .b32 gap; sub.f16x2 gap, $1, $2; prmt.b32 gap, gap, 0, 0xbb99; and.b32 $0, $3, gap;}", "=r,r,r,r",
+            "{.reg .b32 mask; set.gt.u32.f16x2 mask, $2, $1; and.b32 $0, $3, mask;}", "=r,r,r,r",
             [x, y, z], tl.bfloat16, True, 2,
         )  # fmt: skip
     return result
