@@ -29,8 +29,8 @@ def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> An
         "k_desc": descriptor(keys, width, hopper_mixture.KEY_TILE if projected else tile, rank=4 + projected),
         "v_desc": descriptor(keys, width, tile, rank=4), "c_desc": descriptor(other, 16, thin),
         "w_desc": descriptor(1, other, hopper.ROW16), "gap_desc": descriptor(1, other, hopper.ROW16, "fp16"),
-        "r_desc": descriptor(1, other, hopper.ROW32, "fp32"),
-        **dict.fromkeys(("OUT", "DQ", "DK", "DV", "ROW_COLUMNS", "SHIFT"), "*bf16"),
+        "r_desc": descriptor(1, other, hopper.ROW32, "fp32"), "n_desc": descriptor(1, other, hopper.ROW16),
+        **dict.fromkeys(("OUT", "DQ", "DK", "DV", "NARROW_ROWS", "ROW_COLUMNS", "SHIFT"), "*bf16"),
         **dict.fromkeys(("ROWS", "FAR_HEADS", "KNOWN_ROWS", "PART", "KEYS", "DLW"), "*fp32"),
         **dict.fromkeys(("scale", "inverse_variance"), "fp32"),
     }  # fmt: skip

@@ -38,7 +38,9 @@ SIZES = {
     ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
 }  # fmt: skip
 COUNTS = ("groups", "section", "H", "num_queries", "num_keys", "positions", "query_parts", "parts", "width")
-KNOWN = gl.constexpr(4)  # vectors along the queries that the key side reads: LSE, delta, rho, lead
+# Vectors along the queries that the key side reads lie where the other kernels have numbers side by side: LSE, delta,
+# and where a third would be, two narrow ones: rho in bfloat16, and the bits of the lead in float16.
+NARROW = gl.constexpr(4)
 TILE = gl.NVMMASharedLayout(128, 16, 4)
 THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
@@ -283,8 +285,8 @@ def query_block(
 ):  # fmt: skip
     """dq of 64 queries, what the key side needs of them, and their share of dshift."""
     q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn = shared
-    p_shift, p_out, p_rows, p_known, p_row_columns, p_dq, p_part = rest[:7]
-    scale, inverse_variance, stride_o, stride_d, offset, i_m, whole, count, padded_queries = rest[7:]
+    p_shift, p_out, p_rows, p_known, p_narrow, p_row_columns, p_dq, p_part = rest[:8]
+    scale, inverse_variance, stride_o, stride_d, offset, i_m, whole, count, padded_queries = rest[8:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -305,9 +307,9 @@ def query_block(
     delta = gl.convert_layout(gl.sum(b_o * g_half.load(flat).to(gl.float32), 1), row)
     gl.store(p_known + o_m, lse)
     gl.store(p_known + padded_queries + o_m, delta)
-    gl.store(p_known + 2 * padded_queries + o_m, rho)
+    gl.store(p_narrow + o_m, rho.to(gl.bfloat16))
     if BEST:
-        gl.store(p_known + 3 * padded_queries + o_m, lead)
+        gl.store(p_narrow + padded_queries + o_m, lead.to(gl.float16).to(gl.bfloat16, bitcast=True))
     else:
         o_l, o_c = first + gl.arange(0, HALF, gl.SliceLayout(1, lines)), gl.arange(0, COLUMNS, gl.SliceLayout(0, lines))
         columns = gl.where((o_c == 1)[None, :], gl.convert_layout(rho, gl.SliceLayout(1, lines))[:, None], 0.0)
@@ -375,9 +377,9 @@ def query_block(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc, SHIFT, OUT, ROWS, FAR_HEADS, KNOWN_ROWS, ROW_COLUMNS, DQ,
-    PART, scale, inverse_variance, sob, soh, son, sdb, sdh, sdn, groups, section, H, num_queries, num_keys,
-    padded_queries, padded_keys, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc, SHIFT, OUT, ROWS, FAR_HEADS, KNOWN_ROWS, NARROW_ROWS,
+    ROW_COLUMNS, DQ, PART, scale, inverse_variance, sob, soh, son, sdb, sdh, sdn, groups, section, H, num_queries,
+    num_keys, padded_queries, padded_keys, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     i_block, i_bh = work_of(gl.program_id(0), num_queries // BM, groups, section)
@@ -397,6 +399,7 @@ def query_kernel(
     fence_async_shared()
     offset, whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
     p_rows, p_known = ROWS + i_g * 5 * padded_queries, KNOWN_ROWS + i_g * width * padded_queries
+    p_narrow = NARROW_ROWS + (2 * i_g * width + NARROW) * padded_queries
     p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
     p_dq = DQ + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     p_columns, p_part = ROW_COLUMNS, PART + i_g * parts * 2 * (D + 1)
@@ -405,8 +408,8 @@ def query_kernel(
     if gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
         shared = (q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn)
         rest = (
-            SHIFT + i_h * 2 * D, p_out, p_rows, p_known, p_columns, p_dq, p_part, scale, inverse_variance, son, sdn,
-            offset, i_m, whole, count, padded_queries,
+            SHIFT + i_h * 2 * D, p_out, p_rows, p_known, p_narrow, p_columns, p_dq, p_part, scale, inverse_variance,
+            son, sdn, offset, i_m, whole, count, padded_queries,
         )  # fmt: skip
         loads = (q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc)
         where = (i_b, i_h, i_bh, i_m, count, padded_keys)
@@ -425,23 +428,25 @@ def load_queries(
     loads, shared, where, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BEST: gl.constexpr
 ):
     """The block of keys, then tile after tile of queries."""
-    q_desc, g_desc, k_desc, v_desc, c_desc, r_desc = loads
-    q_ring, g_ring, k_s, v_s, c_ring, _, r_ring, full, empty, ready, _ = shared
+    q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc = loads
+    q_ring, g_ring, k_s, v_s, c_ring, _, r_ring, n_ring, full, empty, ready, _ = shared
     i_b, i_h, i_bh, i_n, first, count, padded_queries, width = where
     mbarrier.expect(ready, 4 * BN * D)
     copy(k_desc, [i_b, i_h, i_n * BN, 0], ready, k_s)
     copy(v_desc, [i_b, i_h, i_n * BN, 0], ready, v_s)
-    VECTORS: gl.constexpr = 4 if BEST else 3
     for t in range(count):
         stage, start = t % STAGES, first + t * BM
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), (t // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, BM * (4 * D + 4 * VECTORS + (0 if BEST else 2 * COLUMNS)))
+        mbarrier.expect(bar, BM * (4 * D + 8 + (4 if BEST else 2 + 2 * COLUMNS)))
         copy(q_desc, [i_b, i_h, start, 0], bar, q_ring.index(stage))
         copy(g_desc, [i_b, i_h, start, 0], bar, g_ring.index(stage))
-        for r in gl.static_range(VECTORS):
-            copy(r_desc, [i_bh * width + r, start], bar, r_ring.index(KNOWN * stage + r))
-        if not BEST:
+        copy(n_desc, [2 * i_bh * width + NARROW, start], bar, n_ring.index(2 * stage))
+        for r in gl.static_range(2):
+            copy(r_desc, [i_bh * width + r, start], bar, r_ring.index(2 * stage + r))
+        if BEST:
+            copy(n_desc, [2 * i_bh * width + NARROW + 1, start], bar, n_ring.index(2 * stage + 1))
+        else:
             copy(c_desc, [i_bh * padded_queries + start, 0], bar, c_ring.index(stage))
 
 
@@ -451,7 +456,7 @@ def key_block(
     EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and their share of dshift and dlog_prior; keys down and queries across."""
-    q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, full, empty, ready, turn = shared
+    q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, n_ring, full, empty, ready, turn = shared
     p_shift, p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_k, stride_v = rest[:10]
     offset, i_n, first, masked, count, padded_keys, positions = rest[10:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -481,18 +486,18 @@ def key_block(
     for t in range(count):
         stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # behind the last, that again
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
-        e = gl.exp2(s * scale - r_ring.index(KNOWN * stage).load(mma))
-        g = (e * (slope - r_ring.index(KNOWN * stage + 1).load(mma))).to(gl.bfloat16)
+        e = gl.exp2(s * scale - r_ring.index(2 * stage).load(mma))
+        g = (e * (slope - r_ring.index(2 * stage + 1).load(mma))).to(gl.bfloat16)
         p = e.to(gl.bfloat16)
         if CAUSAL:
             if start < masked:
                 seen = o_n[:, None] <= (start + o_m)[None, :]
                 p, g = gl.where(seen, p, gl.zeros_like(p)), gl.where(seen, g, gl.zeros_like(g))
-        rho = r_ring.index(KNOWN * stage + 2).load(mma).to(gl.bfloat16).broadcast_to([HALF, BM])
+        rho = n_ring.index(2 * stage).load(mma).broadcast_to([HALF, BM])
         mix = mixed(rho, w_0, w_1, BEST)
         p, ds = multiply(p, mix), multiply(g, mix)
         if BEST:
-            lead = r_ring.index(KNOWN * stage + 3).load(mma).to(gl.float16).broadcast_to([HALF, BM])
+            lead = n_ring.index(2 * stage + 1).load(mma).to(gl.float16, bitcast=True).broadcast_to([HALF, BM])
             g = where_larger(gap, lead, ds)
         mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
         take_turn(turn, part, t)
@@ -540,9 +545,9 @@ def key_block(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, SHIFT, KEYS, FAR_HEADS, DK, DV, DLW, PART, scale, inverse_variance,
-    sdb, sdh, sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions, padded_queries, padded_keys,
-    query_parts, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc, SHIFT, KEYS, FAR_HEADS, DK, DV, DLW, PART, scale,
+    inverse_variance, sdb, sdh, sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions,
+    padded_queries, padded_keys, query_parts, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     i_n, i_bh = work_of(gl.program_id(0), num_keys // BN, groups, section)
@@ -551,7 +556,8 @@ def key_kernel(
     g_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, D], g_desc.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BN, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BN, D], v_desc.layout)
-    r_ring = gl.allocate_shared_memory(gl.float32, [KNOWN * STAGES, 1, BM], r_desc.layout)
+    r_ring = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, BM], r_desc.layout)
+    n_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, BM], n_desc.layout)
     if BEST:
         c_ring, c_other = unit_columns(0, BM), unit_columns(1, BM)
     else:
@@ -568,12 +574,12 @@ def key_kernel(
     p_dv = DV + i_b.to(gl.int64) * seb + i_h.to(gl.int64) * seh
     p_keys, p_part = KEYS + i_g * 5 * padded_keys, PART + (i_g * parts + query_parts) * 2 * (D + 1)
     if gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
-        shared = (q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, full, empty, ready, turn)
+        shared = (q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, n_ring, full, empty, ready, turn)
         rest = (
             SHIFT + i_h * 2 * D, p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, scale, inverse_variance, sdn,
             sen, offset, i_n, first, masked, count, padded_keys, positions,
         )  # fmt: skip
-        loads = (q_desc, g_desc, k_desc, v_desc, c_desc, r_desc)
+        loads = (q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc)
         where = (i_b, i_h, i_bh, i_n, first, count, padded_queries, width)
         gl.warp_specialize(
             [
@@ -660,9 +666,10 @@ def query_side(
         query_kernel, query.shape[2] // BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, keys),
         tiles(value, keys), weights if hard else columns(key_columns, keys), weights,
         lines(key_columns, keys, ROW16) if hard else weights, shift, output, rows, far, known,
-        narrow_keys if row_columns is None else row_columns, grad_query, part, scale, inverse_variance,
-        *strides(output, grad_query), far.shape[0], section, query.shape[1], query.shape[2], key.shape[2],
-        rows.shape[-1], narrow_keys.shape[-1], part.shape[2], known.shape[-1], **size, CAUSAL=causal, BEST=hard,
+        known.view(torch.bfloat16), narrow_keys if row_columns is None else row_columns, grad_query, part, scale,
+        inverse_variance, *strides(output, grad_query), far.shape[0], section, query.shape[1], query.shape[2],
+        key.shape[2], rows.shape[-1], narrow_keys.shape[-1], part.shape[2], known.shape[-1], **size, CAUSAL=causal,
+        BEST=hard,
     )  # fmt: skip
 
 
@@ -674,12 +681,14 @@ def key_side(
     """dk, dv, those of a prior per position and the rest of `part`, of the heads that do not reach far."""
     size = sizes("key_kernel", query.shape[-1])
     queries = size["BM"]
-    vectors = lines(known.view(known.shape[0], -1, known.shape[1]), queries, ROW32)
+    groups, length, _ = known.shape
+    vectors = lines(known.view(groups, -1, length), queries, ROW32)
+    narrow = lines(known.view(torch.bfloat16).view(groups, -1, length), queries, ROW16)
     run(
         key_kernel, key.shape[2] // BLOCK, query, tiles(query, queries), tiles(grad, queries), tiles(key, BLOCK),
-        tiles(value, BLOCK), vectors if row_columns is None else columns(row_columns, queries), vectors, shift, keys,
-        far, grad_key, grad_value, grad_bias, part, scale, inverse_variance, *strides(grad_key, grad_value),
-        far.shape[0], section, query.shape[1], query.shape[2], key.shape[2], positions, known.shape[1], keys.shape[-1],
-        known.shape[1] // HALF.value, part.shape[2], known.shape[-1], **size, CAUSAL=causal,
-        BEST=hard, POSITIONS=grad_bias.dim() > 1,
+        tiles(value, BLOCK), vectors if row_columns is None else columns(row_columns, queries), vectors, narrow, shift,
+        keys, far, grad_key, grad_value, grad_bias, part, scale, inverse_variance, *strides(grad_key, grad_value),
+        far.shape[0], section, query.shape[1], query.shape[2], key.shape[2], positions, length, keys.shape[-1],
+        length // HALF.value, part.shape[2], known.shape[-1], **size, CAUSAL=causal, BEST=hard,
+        POSITIONS=grad_bias.dim() > 1,
     )  # fmt: skip
