@@ -547,8 +547,8 @@ def key_block(
 def key_kernel(
     q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc, SHIFT, KEYS, FAR_HEADS, DK, DV, DLW, PART, scale,
     inverse_variance, sdb, sdh, sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions,
-    padded_queries, padded_keys, query_parts, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+    padded_queries, padded_keys, query_parts, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     i_n, i_bh = work_of(gl.program_id(0), num_keys // BN, groups, section)
     i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
