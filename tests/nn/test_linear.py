@@ -23,6 +23,44 @@ def test_layers_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(with_it, without, rtol=16 * ROUNDED, atol=16 * ROUNDED)
 
 
+def test_layers_with_an_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ReLU and dropout in the kernel; without dropout the same numbers as PyTorch's."""
+    results = []
+    block = Block(make("softmax"), 16, norm="post", activation="relu", dropout=0.3).float().to(DEVICE)
+    for own in (False, True):
+        monkeypatch.setattr(linear, "activation_pays", lambda *_, own=own: own)
+        block.eval().zero_grad()
+        output = block(normal(2, 5, 12).float().to(DEVICE))
+        torch.autograd.backward(output, normal(2, 5, 12, seed=1).float().to(DEVICE))
+        results.append([output.detach(), *(parameter.grad for parameter in block.parameters())])
+    torch.testing.assert_close(*results, rtol=16 * ROUNDED, atol=16 * ROUNDED)
+    torch.manual_seed(0)
+    first, second = (block.train()(normal(2, 5, 12).float().to(DEVICE)) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_whoever_looks_at_an_activation_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "activation_pays", lambda *_: True)
+    block, seen = Block(make("softmax"), 16, norm="pre", activation="relu").float().to(DEVICE), []
+    block.activation.register_forward_hook(lambda *call: seen.append(call[2]))
+    block(normal(2, 5, 12).float().to(DEVICE))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "device", "expected"),
+    [(8192, 256, "cuda", True), (8191, 256, "cuda", False), (8192, 255, "cuda", False), (8192, 256, "cpu", False)],
+)
+def test_where_an_activation_pays(rows: int, width: int, device: str, expected: bool) -> None:
+    with torch._subclasses.FakeTensorMode():
+        x, bias = torch.empty(rows, 64, device=device), torch.empty(width, device=device, requires_grad=True)
+        weight = torch.empty(width, 64, device=device)
+        assert linear.activation_pays(x, weight, bias) == expected
+        assert not linear.activation_pays(x, weight, None)
+        with torch.no_grad():
+            assert not linear.activation_pays(x, weight, bias)
+
+
 def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits forward; backward the bias alone differs, as it is rounded less."""
     x, module = normal(9, 6).float().to(DEVICE), nn.Linear(6, 4).to(DEVICE)

@@ -25,6 +25,7 @@ import triton.language as tl
 from mgk.ops import triton as kernels
 from mgk.ops.triton import primitives
 from mgk.ops.triton.bias import spans
+from mgk.ops.triton.host import dropout_numbers
 from mgk.ops.triton.tiles import Tile
 
 # The kernels make infinities on purpose (the log of an empty sum); numpy, which the interpreter computes with, says so.
@@ -383,7 +384,7 @@ def dropout_kernel(SEED, OUT, threshold, size, KEYS_DOWN: tl.constexpr, BM: tl.c
 def dropped(size: int, heads: int, p: float, rows: int, columns: int, keys_down: bool = False) -> Tensor:
     """(heads,size,size), 1 where a pair is dropped."""
     seed, out = torch.tensor([123456789], device=DEVICE), torch.empty(heads, size, size, device=DEVICE)
-    threshold, _ = kernels.dropout_numbers(p)
+    threshold, _ = dropout_numbers(p)
     dropout_kernel[(size // rows, size // columns, heads)](seed, out, threshold, size, keys_down, rows, columns)
     return 1 - out.cpu().double()
 

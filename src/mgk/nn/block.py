@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import Rotation
-from mgk.nn.linear import through
+from mgk.nn.linear import through, through_activation
 from mgk.nn.norm import LayerNorm
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
@@ -87,7 +87,7 @@ class Block(nn.Module):
         return self.dropout(output)  # type: ignore[no-any-return]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        inside = self.dropout(self.activation(through(self.up, x)))
+        inside = through_activation(self.up, self.activation, self.dropout, x)
         return self.dropout(through(self.down, inside))  # type: ignore[no-any-return]
 
 

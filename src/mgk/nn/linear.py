@@ -1,4 +1,4 @@
-"""Products with a bias that on a GPU gets its gradient from a kernel of our own, for many narrow rows.
+"""Products with a bias that on a GPU gets its gradient from a kernel of our own, for many rows; with ReLU and dropout.
 
 E width of the input, F of the output.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 ROWS, WIDTH = 1 << 13, 1024  # fewer rows take no time, and for wider ones PyTorch has blocks enough
+INSIDE = 256  # where an activation is worth a kernel
 
 
 def through(module: nn.Module, x: Float[Tensor, "*b e"]) -> Float[Tensor, "*b f"]:
@@ -25,12 +26,32 @@ def through(module: nn.Module, x: Float[Tensor, "*b e"]) -> Float[Tensor, "*b f"
     return module(x)  # type: ignore[no-any-return]
 
 
+def through_activation(
+    module: nn.Module, activation: nn.Module, dropout: nn.Module, x: Float[Tensor, "*b e"]
+) -> Float[Tensor, "*b f"]:
+    """dropout(activation(module(x)))."""
+    kinds = zip((module, activation, dropout), (nn.Linear, nn.ReLU, nn.Dropout), strict=True)
+    if not all(plain(each, kind) for each, kind in kinds) or not activation_pays(x, module.weight, module.bias):  # type: ignore[arg-type]
+        return dropout(activation(through(module, x)))  # type: ignore[no-any-return]
+    from mgk.ops.triton.host import draw_seed
+    from mgk.ops.triton.rows import linear_relu
+
+    p: float = dropout.p if dropout.training else 0.0  # type: ignore[assignment]
+    x, weight = cast(x, module.weight)  # type: ignore[arg-type]
+    return linear_relu(x, weight, module.bias, draw_seed(p, x), p)  # type: ignore[no-any-return]
+
+
 def plain_linear(module: nn.Module) -> bool:
-    """Whether calling it is W x + b and nothing else: no adapter in its place, no hook that wants to see the call, no
-    method of its own, such as accelerate's that fetches the weight first.
+    """Whether calling it is W x + b and nothing else."""
+    return plain(module, nn.Linear)
+
+
+def plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether it is PyTorch's: no adapter in its place, no hook that wants to see the call, no method of its own, such
+    as accelerate's that fetches the weight first.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and not any(hooks) and "forward" not in module.__dict__
+    return type(module) is kind and not any(hooks) and "forward" not in module.__dict__
 
 
 def linear(
@@ -41,13 +62,25 @@ def linear(
         return nn.functional.linear(x, weight, bias)
     from mgk.ops.triton.rows import linear_rows  # not loaded before it is needed
 
+    x, weight = cast(x, weight)
+    return linear_rows(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As autocast casts what is multiplied."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    return linear_rows(x, weight, bias)  # type: ignore[no-any-return]
+    return x, weight
 
 
 def pays(x: Tensor, bias: Tensor) -> bool:
     """Whether the bias wants a gradient that the kernel sums faster than PyTorch."""
     wanted = torch.is_grad_enabled() and bias.requires_grad and x.dtype in TRITON_DTYPES
     return wanted and len(bias) <= WIDTH and x.numel() >= ROWS * x.shape[-1] and small_kernels(x)
+
+
+def activation_pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether there is much between two products, of which backward is then one pass instead of three."""
+    wanted = torch.is_grad_enabled() and bias is not None and bias.requires_grad and x.dtype in TRITON_DTYPES
+    return wanted and len(weight) >= INSIDE and x.numel() >= ROWS * x.shape[-1] and small_kernels(x)

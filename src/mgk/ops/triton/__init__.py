@@ -19,7 +19,7 @@ from mgk.ops.operator import operator
 from mgk.ops.triton import mixture, primitives, shifted, short
 from mgk.ops.triton.bias import key_bias, prior_positions, shifted_bias, side_by_side, spans
 from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
-from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
+from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision, draw_seed, dropout_numbers
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.prior import prior_statistics
 from mgk.ops.triton.tiles import Tile, choose
@@ -130,11 +130,6 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def draw_seed(dropout_p: float, query: Tensor) -> Tensor | None:
-    """On the device, so that nothing waits for it and every replay of a graph draws anew."""
-    return torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
-
-
 def like(tensor: Tensor, *shape: int) -> Tensor:
     """Fresh memory with `shape`, laid out as `tensor` is: (B,N,H,D) in memory stays so."""
     order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
@@ -223,11 +218,6 @@ def section(key: Tensor, value: Tensor, num_keys: int, causal: bool) -> int:
         return 1
     per_key = (math.prod(key.shape[2:-2]) * key.shape[-1] + value.shape[-1]) * key.element_size()
     return max(1, CACHE_BYTES // 2 // max(1, per_key * num_keys))
-
-
-def dropout_numbers(dropout_p: float) -> tuple[int, float]:
-    """p * 2^32 as the signed number with these 32 bits, and 1 / (1 - p)."""
-    return (int(dropout_p * 2**32) + 2**31) % 2**32 - 2**31, 1 / (1 - dropout_p)
 
 
 def strides(*tensors: Tensor, packed: bool = False) -> list[int]:

@@ -23,3 +23,13 @@ def block_width(width: int) -> int:
 def dot_precision() -> str:
     """Float32 products are exact unless the user allowed TF32 for matrix products."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def draw_seed(dropout_p: float, query: Tensor) -> Tensor | None:
+    """On the device, so that nothing waits for it and every replay of a graph draws anew."""
+    return torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
+
+
+def dropout_numbers(dropout_p: float) -> tuple[int, float]:
+    """p * 2^32 as the signed number with these 32 bits, and 1 / (1 - p)."""
+    return (int(dropout_p * 2**32) + 2**31) % 2**32 - 2**31, 1 / (1 - dropout_p)
