@@ -20,8 +20,7 @@ def descriptor(rows: int, width: int, layout: Any, kind: str = "bf16", rank: int
 def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> Any:
     kernel, tile, thin = getattr(module, name), hopper.TILE, hopper.THIN.value
     constants: dict[str, Any] = {"CAUSAL": causal, "BEST": hard, **module.sizes(name, width)}
-    if name == "key_kernel":
-        constants["POSITIONS"] = causal
+    constants["POSITIONS" if name == "key_kernel" else "EVEN"] = causal
     queries, keys, projected = constants["BM"], constants["BN"], module is hopper_mixture
     other = queries if name == "key_kernel" else keys
     kinds = {

@@ -3,8 +3,8 @@
 Triton waits for each product before it goes on. Here two warp groups of four warps, each with half of a block of 128
 queries (or keys), go through the tiles of the other side at their own pace: while one takes exponentials, the other's
 products run. One more warp copies tiles into a ring of shared memory ahead of them. The light road of shifted.py and
-its arithmetic, for two components in bfloat16; heads that reach far, masks, dropout, other widths and lengths that are
-no whole blocks stay with the kernels there, and so do other GPUs.
+its arithmetic, for two components in bfloat16; heads that reach far, masks, dropout and other widths stay with the
+kernels there, and so do other GPUs.
 
 Triton's interpreter does not run Gluon: the tests of this file need a GPU.
 """
@@ -171,23 +171,34 @@ def load_keys(
 
 @gluon.jit
 def range_of(i_m, num_queries, num_keys, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many key tiles a query block sees, and how many of them hide nothing; how far the keys are ahead."""
-    offset, count = num_keys - num_queries, num_keys // BN
-    whole = count
+    """How many key tiles a query block sees, and how many of them hide nothing."""
+    whole, count, offset = num_keys // BN, gl.cdiv(num_keys, BN), num_keys - num_queries
     if CAUSAL:
         count = gl.minimum(count, gl.cdiv(gl.maximum(i_m * BM + BM + offset, 0), BN))
-        whole = gl.maximum(i_m * BM + offset + 1, 0) // BN
-    return offset, whole, count
+        whole = gl.minimum(whole, gl.maximum(i_m * BM + offset + 1, 0) // BN)
+    return whole, count
+
+
+@gluon.jit
+def seen_keys(o_m, o_n, num_queries, num_keys, CAUSAL: gl.constexpr, EVEN: gl.constexpr):
+    """Which query sees which key, of rows and columns as vectors of the layout of a tile."""
+    if CAUSAL:
+        seen = o_n[None, :] <= o_m[:, None] + (num_keys - num_queries)
+        if not EVEN:
+            seen = seen & (o_n < num_keys)[None, :]
+    else:
+        seen = (o_n[None, :] < num_keys) & (o_m[:, None] >= 0)
+    return seen
 
 
 @gluon.jit
 def forward_block(
     part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """The output of 64 queries and their LSE."""
     q_s, _, k_ring, v_ring, c_ring, w_ring, _, full, empty, ready, turn = shared
-    p_out, p_rows, p_far, scale, stride_o, offset, i_m, whole, count, padded_queries = rest
+    p_out, p_rows, p_far, scale, stride_o, num_queries, num_keys, i_m, whole, count, padded_queries = rest
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -212,9 +223,9 @@ def forward_block(
         mix = mixed(rho, w_0, w_1, BEST)
         s = warpgroup_mma_wait(0, deps=(s,))
         e = gl.exp2(s * scale - bound[:, None])
-        if CAUSAL:
+        if CAUSAL or not EVEN:
             if t >= whole:
-                e = gl.where((t * BN + o_n)[None, :] <= o_m[:, None] + offset, e, 0.0)
+                e = gl.where(seen_keys(o_m, t * BN + o_n, num_queries, num_keys, CAUSAL, EVEN), e, 0.0)
         p = multiply(e.to(gl.bfloat16), mix)
         mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
         take_turn(turn, part, t)
@@ -232,27 +243,27 @@ def forward_block(
 
     total = gl.sum(sums, 1)  # the other columns are 0
     here = gl.convert_layout(total, row)
-    spoilt = (here >= 2.0**-90) & (here <= 2.0**90) == 0  # see primitives.flag_misfits
+    spoilt = ((here >= 2.0**-90) & (here <= 2.0**90) == 0) & (o_m < num_queries)  # see primitives.flag_misfits
     if CAUSAL:
-        spoilt = spoilt & (o_m + offset >= 0)
+        spoilt = spoilt & (o_m + num_keys - num_queries >= 0)
     if gl.max(spoilt.to(gl.int32), 0) > 0:
         gl.store(p_far + 1, 1.0)
-    gl.store(p_rows + o_m, gl.where(here > 0, bound + gl.log2(here), float("inf")))
+    gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
     o_r = (i_m * BM + part * HALF + o_r).to(gl.int64)
-    gl.store(p_out + o_r[:, None] * stride_o + o_d[None, :], output.to(gl.bfloat16))
+    gl.store(p_out + o_r[:, None] * stride_o + o_d[None, :], output.to(gl.bfloat16), mask=(o_r < num_queries)[:, None])
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, scale, sob, soh, son, groups, section, H, num_queries,
     num_keys, padded_queries, padded_keys, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
-    i_block, i_bh = work_of(gl.program_id(0), num_queries // BM, groups, section)
-    i_m, i_b, i_h = num_queries // BM - 1 - i_block, i_bh // H, i_bh % H
+    i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
+    i_m, i_b, i_h = gl.cdiv(num_queries, BM) - 1 - i_block, i_bh // H, i_bh % H
     q_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], v_desc.layout)
@@ -260,18 +271,18 @@ def forward_kernel(
     c_ring = unit_columns(0, BN)
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
-    offset, whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
+    whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
     p_rows = ROWS + i_bh.to(gl.int64) * 5 * padded_queries
     p_out, p_far = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh, FAR_HEADS + 2 * i_bh
     if gl.load(p_far) == 0:
         shared = (q_s, q_s, k_ring, v_ring, c_ring, w_ring, w_ring, full, empty, ready, turn)
-        rest = (p_out, p_rows, p_far, scale, son, offset, i_m, whole, count, padded_queries)
+        rest = (p_out, p_rows, p_far, scale, son, num_queries, num_keys, i_m, whole, count, padded_queries)
         loads = (q_desc, q_desc, k_desc, v_desc, w_desc, w_desc, w_desc)
         where = (i_b, i_h, i_bh, i_m, count, padded_keys)
         gl.warp_specialize(
             [
-                (forward_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
-                (forward_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
+                (forward_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, EVEN, CAUSAL, BEST)),
+                (forward_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, EVEN, CAUSAL, BEST)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, BEST, gl.constexpr(True))),
             ],
             [4, 1], [240, 24],
@@ -281,12 +292,12 @@ def forward_kernel(
 @gluon.jit
 def query_block(
     part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 queries, what the key side needs of them, and their share of dshift."""
     q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn = shared
     p_shift, p_out, p_rows, p_known, p_narrow, p_row_columns, p_dq, p_part = rest[:8]
-    scale, inverse_variance, stride_o, stride_d, offset, i_m, whole, count, padded_queries = rest[8:]
+    scale, inverse_variance, stride_o, stride_d, num_queries, num_keys, i_m, whole, count, padded_queries = rest[8:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -302,7 +313,8 @@ def query_block(
     if BEST:
         rho = gl.exp2(lead)
     o_f, o_d = first + gl.arange(0, HALF, gl.SliceLayout(1, flat)), gl.arange(0, D, gl.SliceLayout(0, flat))
-    b_o = gl.load(p_out + o_f.to(gl.int64)[:, None] * stride_o + o_d[None, :]).to(gl.float32)
+    p_block = p_out + o_f.to(gl.int64)[:, None] * stride_o + o_d[None, :]
+    b_o = gl.load(p_block, mask=(o_f < num_queries)[:, None], other=0.0).to(gl.float32)
     mbarrier.wait(ready, 0)
     delta = gl.convert_layout(gl.sum(b_o * g_half.load(flat).to(gl.float32), 1), row)
     gl.store(p_known + o_m, lse)
@@ -333,9 +345,9 @@ def query_block(
         mix = mixed(narrow_rho, w_0, w_1, BEST)
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
         e = gl.exp2(s * scale - lse[:, None])
-        if CAUSAL:
+        if CAUSAL or not EVEN:
             if t >= whole:
-                e = gl.where((t * BN + o_n)[None, :] <= o_m[:, None] + offset, e, 0.0)
+                e = gl.where(seen_keys(o_m, t * BN + o_n, num_queries, num_keys, CAUSAL, EVEN), e, 0.0)
         g = (e * (slope - delta[:, None])).to(gl.bfloat16)
         ds = multiply(g, mix)
         if BEST:
@@ -366,7 +378,7 @@ def query_block(
     b_b = gl.load(p_shift + D + o_d).to(gl.float32) - gl.load(p_shift + o_d).to(gl.float32)
     dq = (dq + second[:, None] * b_b[None, :]) * inverse_variance
     o_r = (first + gl.arange(0, HALF, gl.SliceLayout(1, wide))).to(gl.int64)
-    gl.store(p_dq + o_r[:, None] * stride_d + o_d[None, :], dq.to(gl.bfloat16))
+    gl.store(p_dq + o_r[:, None] * stride_d + o_d[None, :], dq.to(gl.bfloat16), mask=(o_r < num_queries)[:, None])
     share = gl.sum(second[:, None] * q_half.load(wide).to(gl.float32), 0) * inverse_variance
     p_part += (2 * i_m + part) * 2 * (D + 1)
     gl.store(p_part + o_d, -share)
@@ -380,10 +392,10 @@ def query_kernel(
     q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc, SHIFT, OUT, ROWS, FAR_HEADS, KNOWN_ROWS, NARROW_ROWS,
     ROW_COLUMNS, DQ, PART, scale, inverse_variance, sob, soh, son, sdb, sdh, sdn, groups, section, H, num_queries,
     num_keys, padded_queries, padded_keys, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
-    i_block, i_bh = work_of(gl.program_id(0), num_queries // BM, groups, section)
-    i_m, i_b, i_h, i_g = num_queries // BM - 1 - i_block, i_bh // H, i_bh % H, i_bh.to(gl.int64)
+    i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
+    i_m, i_b, i_h, i_g = gl.cdiv(num_queries, BM) - 1 - i_block, i_bh // H, i_bh % H, i_bh.to(gl.int64)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], q_desc.layout)
     g_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], g_desc.layout)
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], k_desc.layout)
@@ -397,7 +409,7 @@ def query_kernel(
         c_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, COLUMNS], c_desc.layout)
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
-    offset, whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
+    whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
     p_rows, p_known = ROWS + i_g * 5 * padded_queries, KNOWN_ROWS + i_g * width * padded_queries
     p_narrow = NARROW_ROWS + (2 * i_g * width + NARROW) * padded_queries
     p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
@@ -409,14 +421,14 @@ def query_kernel(
         shared = (q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn)
         rest = (
             SHIFT + i_h * 2 * D, p_out, p_rows, p_known, p_narrow, p_columns, p_dq, p_part, scale, inverse_variance,
-            son, sdn, offset, i_m, whole, count, padded_queries,
+            son, sdn, num_queries, num_keys, i_m, whole, count, padded_queries,
         )  # fmt: skip
         loads = (q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc)
         where = (i_b, i_h, i_bh, i_m, count, padded_keys)
         gl.warp_specialize(
             [
-                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
-                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, EVEN, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, EVEN, CAUSAL, BEST)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, BEST, gl.constexpr(False))),
             ],
             [4, 1], [240, 24],
@@ -458,7 +470,7 @@ def key_block(
     """dk and dv of 64 keys, and their share of dshift and dlog_prior; keys down and queries across."""
     q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, n_ring, full, empty, ready, turn = shared
     p_shift, p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_k, stride_v = rest[:10]
-    offset, i_n, first, masked, count, padded_keys, positions = rest[10:]
+    num_queries, num_keys, i_n, first, masked, count, padded_keys, positions = rest[10:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -477,7 +489,7 @@ def key_block(
     dv = gl.zeros([HALF, D], gl.float32, wide)
     dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
     zero = gl.zeros([HALF, BM], gl.float32, mma)
-    o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + offset
+    o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + (num_keys - num_queries)
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     b_q, b_g = q_ring.index(0).reshape([BM, D]), g_ring.index(0).reshape([BM, D])
@@ -522,7 +534,8 @@ def key_block(
     warpgroup_mma_wait(0, deps=(s, slope))
 
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start_n + gl.arange(0, HALF, gl.SliceLayout(1, wide))
-    gl.store(p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(gl.bfloat16))
+    real = o_r < num_keys
+    gl.store(p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(gl.bfloat16), mask=real[:, None])
     first_share, second = column_of(dw, 0, wide), column_of(dw, 1, wide)
     if BEST:
         first_share -= second
@@ -532,15 +545,16 @@ def key_block(
     b_k = k_half.load(wide).to(gl.float32)
     p_part += (2 * i_n + part) * 2 * (D + 1)
     for r in gl.static_range(2):
-        dlog_w = second if r == 1 else first_share
+        dlog_w = gl.where(real, second if r == 1 else first_share, 0.0)
         b_b = gl.load(p_shift + r * D + o_d).to(gl.float32)
         pull = dlog_w[:, None] * (b_k + b_b[None, :])
         dk -= pull
         gl.store(p_part + r * (D + 1) + o_d, -gl.sum(pull, 0) * inverse_variance)
         gl.store(p_part + r * (D + 1) + D, gl.sum(dlog_w, 0))
         if POSITIONS:
-            gl.store(p_dlw + r * positions + o_r, dlog_w)
-    gl.store(p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :], (dk * inverse_variance).to(gl.bfloat16))
+            gl.store(p_dlw + r * positions + o_r, dlog_w, mask=real)
+    dk = (dk * inverse_variance).to(gl.bfloat16)
+    gl.store(p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :], dk, mask=real[:, None])
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -550,7 +564,7 @@ def key_kernel(
     padded_queries, padded_keys, query_parts, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
-    i_n, i_bh = work_of(gl.program_id(0), num_keys // BN, groups, section)
+    i_n, i_bh = work_of(gl.program_id(0), gl.cdiv(num_keys, BN), groups, section)
     i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
     q_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, D], q_desc.layout)
     g_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, D], g_desc.layout)
@@ -569,7 +583,7 @@ def key_kernel(
     if CAUSAL:
         first = gl.maximum(i_n * BN - offset, 0) // BM * BM
         masked = i_n * BN + BN - 1 - offset
-    count = gl.maximum(num_queries - first, 0) // BM
+    count = gl.cdiv(gl.maximum(num_queries - first, 0), BM)
     p_dk = DK + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     p_dv = DV + i_b.to(gl.int64) * seb + i_h.to(gl.int64) * seh
     p_keys, p_part = KEYS + i_g * 5 * padded_keys, PART + (i_g * parts + query_parts) * 2 * (D + 1)
@@ -577,7 +591,7 @@ def key_kernel(
         shared = (q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, n_ring, full, empty, ready, turn)
         rest = (
             SHIFT + i_h * 2 * D, p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, scale, inverse_variance, sdn,
-            sen, offset, i_n, first, masked, count, padded_keys, positions,
+            sen, num_queries, num_keys, i_n, first, masked, count, padded_keys, positions,
         )  # fmt: skip
         loads = (q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc)
         where = (i_b, i_h, i_bh, i_n, first, count, padded_queries, width)
@@ -599,8 +613,7 @@ def fits(components: int, *tensors: Tensor) -> bool:
         and query.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]
         and query.shape[-1] in (64, 128)
-        and min(query.shape[2], key.shape[-2]) > 0
-        and query.shape[2] % BLOCK == key.shape[-2] % BLOCK == 0
+        and min(query.shape[2], key.shape[-2]) >= BLOCK
         and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         and all(0 < stride < 2**31 and stride % 8 == 0 for tensor in tensors for stride in tensor.stride()[:-1])
         and query.device.type == "cuda"
@@ -612,6 +625,10 @@ def sizes(name: str, width: int) -> dict[str, Any]:
     other, stages, early = SIZES[name, width]
     queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
     return {"BM": queries, "BN": keys, "STAGES": stages, "EARLY": early, "D": width}
+
+
+def even(query: Tensor, key: Tensor) -> bool:
+    return query.shape[2] % BLOCK == key.shape[-2] % BLOCK == 0
 
 
 def tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
@@ -629,9 +646,10 @@ def columns(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(flat, [*flat.shape], [*flat.stride()], [rows, COLUMNS.value], THIN.value)
 
 
-def run(kernel: Any, blocks: int, query: Tensor, *arguments: Any, **constants: Any) -> None:
+def run(kernel: Any, length: int, block: int, query: Tensor, *arguments: Any, **constants: Any) -> None:
+    """A program for each block of queries, or of keys, of each head."""
     with torch.cuda.device(query.device):
-        kernel[(blocks * query.shape[0] * query.shape[1],)](*arguments, **constants, num_warps=4)
+        kernel[(-(-length // block) * query.shape[0] * query.shape[1],)](*arguments, **constants, num_warps=4)
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -646,10 +664,10 @@ def forward(
     size = sizes("forward_kernel", query.shape[-1])
     keys = size["BN"]
     run(
-        forward_kernel, query.shape[2] // BLOCK, query, tiles(query, BLOCK), tiles(key, keys), tiles(value, keys),
+        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(key, keys), tiles(value, keys),
         lines(narrow_keys, keys, ROW16), output, rows, far, scale, *strides(output), far.shape[0], section,
-        query.shape[1], query.shape[2], key.shape[2], rows.shape[-1], narrow_keys.shape[-1], **size, CAUSAL=causal,
-        BEST=hard,
+        query.shape[1], query.shape[2], key.shape[2], rows.shape[-1], narrow_keys.shape[-1], **size,
+        EVEN=even(query, key), CAUSAL=causal, BEST=hard,
     )  # fmt: skip
 
 
@@ -663,13 +681,13 @@ def query_side(
     keys = size["BN"]
     weights = lines(narrow_keys, keys, ROW16)
     run(
-        query_kernel, query.shape[2] // BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, keys),
+        query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, keys),
         tiles(value, keys), weights if hard else columns(key_columns, keys), weights,
         lines(key_columns, keys, ROW16) if hard else weights, shift, output, rows, far, known,
         known.view(torch.bfloat16), narrow_keys if row_columns is None else row_columns, grad_query, part, scale,
         inverse_variance, *strides(output, grad_query), far.shape[0], section, query.shape[1], query.shape[2],
-        key.shape[2], rows.shape[-1], narrow_keys.shape[-1], part.shape[2], known.shape[-1], **size, CAUSAL=causal,
-        BEST=hard,
+        key.shape[2], rows.shape[-1], narrow_keys.shape[-1], part.shape[2], known.shape[-1], **size,
+        EVEN=even(query, key), CAUSAL=causal, BEST=hard,
     )  # fmt: skip
 
 
@@ -685,7 +703,7 @@ def key_side(
     vectors = lines(known.view(groups, -1, length), queries, ROW32)
     narrow = lines(known.view(torch.bfloat16).view(groups, -1, length), queries, ROW16)
     run(
-        key_kernel, key.shape[2] // BLOCK, query, tiles(query, queries), tiles(grad, queries), tiles(key, BLOCK),
+        key_kernel, key.shape[2], BLOCK, query, tiles(query, queries), tiles(grad, queries), tiles(key, BLOCK),
         tiles(value, BLOCK), vectors if row_columns is None else columns(row_columns, queries), vectors, narrow, shift,
         keys, far, grad_key, grad_value, grad_bias, part, scale, inverse_variance, *strides(grad_key, grad_value),
         far.shape[0], section, query.shape[1], query.shape[2], key.shape[2], positions, length, keys.shape[-1],

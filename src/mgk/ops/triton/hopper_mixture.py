@@ -30,12 +30,14 @@ from mgk.ops.triton.hopper import (
     barriers,
     column_of,
     copy,
+    even,
     lines,
     multiply,
     multiply_add,
     pass_turn,
     range_of,
     run,
+    seen_keys,
     strides,
     take_turn,
     tiles,
@@ -104,12 +106,12 @@ def scores(b_q, k_ring, stage, zero, BN: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def forward_block(
     part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """The output of 64 queries and their LSE."""
     q_s, _, k_ring, v_ring, w_ring, full, empty, ready, turn = shared
     c_s = more[0]
-    p_out, p_rows, p_far, scale, stride_o, offset, i_m, whole, count = rest
+    p_out, p_rows, p_far, scale, stride_o, num_queries, num_keys, i_m, whole, count = rest
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -136,9 +138,10 @@ def forward_block(
             e_0 = gl.exp2(s_0 * scale - bound[:, None]).to(gl.bfloat16)
             e_1 = gl.exp2(s_1 * scale - bound[:, None]).to(gl.bfloat16)
             p = multiply_add(e_1, w_1.broadcast_to([HALF, BN]), multiply(e_0, w_0.broadcast_to([HALF, BN])))
-        if CAUSAL:
+        if CAUSAL or not EVEN:
             if t >= whole:
-                p = gl.where((t * BN + o_n)[None, :] <= o_m[:, None] + offset, p, gl.zeros_like(p))
+                seen = seen_keys(o_m, t * BN + o_n, num_queries, num_keys, CAUSAL, EVEN)
+                p = gl.where(seen, p, gl.zeros_like(p))
         mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
         take_turn(turn, part, t)
         sums = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, thin, 2)), c_s, sums, is_async=True)
@@ -152,27 +155,27 @@ def forward_block(
 
     total = gl.sum(sums, 1)  # the other columns are 0
     here = gl.convert_layout(total, row)
-    spoilt = (here >= 2.0**-90) & (here <= 2.0**90) == 0  # see primitives.flag_misfits
+    spoilt = ((here >= 2.0**-90) & (here <= 2.0**90) == 0) & (o_m < num_queries)  # see primitives.flag_misfits
     if CAUSAL:
-        spoilt = spoilt & (o_m + offset >= 0)
+        spoilt = spoilt & (o_m + num_keys - num_queries >= 0)
     if gl.max(spoilt.to(gl.int32), 0) > 0:
         gl.store(p_far + 1, 1.0)
-    gl.store(p_rows + o_m, gl.where(here > 0, bound + gl.log2(here), float("inf")))
+    gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
     o_r = (i_m * BM + part * HALF + o_r).to(gl.int64)
-    gl.store(p_out + o_r[:, None] * stride_o + o_d[None, :], output.to(gl.bfloat16))
+    gl.store(p_out + o_r[:, None] * stride_o + o_d[None, :], output.to(gl.bfloat16), mask=(o_r < num_queries)[:, None])
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, scale, sob, soh, son, groups, section, H, num_queries,
     num_keys, padded_queries, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
-    i_block, i_bh = work_of(gl.program_id(0), num_queries // BM, groups, section)
-    i_m, i_b, i_h = num_queries // BM - 1 - i_block, i_bh // H, i_bh % H
+    i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
+    i_m, i_b, i_h = gl.cdiv(num_queries, BM) - 1 - i_block, i_bh // H, i_bh % H
     q_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, 1, 1, BN, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], v_desc.layout)
@@ -180,17 +183,17 @@ def forward_kernel(
     c_s = unit_columns(0, BN)
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
-    offset, whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
+    whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
     p_rows, p_far = ROWS + i_bh.to(gl.int64) * padded_queries, FAR_HEADS + 2 * i_bh
     p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
     if gl.load(p_far) == 0:
         shared = (q_s, q_s, k_ring, v_ring, w_ring, full, empty, ready, turn)
-        rest = (p_out, p_rows, p_far, scale, son, offset, i_m, whole, count)
+        rest = (p_out, p_rows, p_far, scale, son, num_queries, num_keys, i_m, whole, count)
         loads, where = (q_desc, q_desc, k_desc, v_desc, w_desc), (i_b, i_h, i_bh, i_m, count)
         gl.warp_specialize(
             [
-                (forward_block, (gl.constexpr(0), shared, (c_s,), rest, BM, BN, D, STAGES, CAUSAL, BEST)),
-                (forward_block, (gl.constexpr(1), shared, (c_s,), rest, BM, BN, D, STAGES, CAUSAL, BEST)),
+                (forward_block, (gl.constexpr(0), shared, (c_s,), rest, BM, BN, D, STAGES, EVEN, CAUSAL, BEST)),
+                (forward_block, (gl.constexpr(1), shared, (c_s,), rest, BM, BN, D, STAGES, EVEN, CAUSAL, BEST)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, BEST, gl.constexpr(True))),
             ],
             [4, 1], [240, 24],
@@ -200,12 +203,12 @@ def forward_kernel(
 @gluon.jit
 def query_block(
     part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 queries, and what the key side needs of them."""
     q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn = shared
     p_out, p_rows, p_known, p_dq, scale, inverse_variance, stride_o, stride_d = rest[:8]
-    offset, i_m, whole, count, padded_queries = rest[8:]
+    num_queries, num_keys, i_m, whole, count, padded_queries = rest[8:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -217,7 +220,8 @@ def query_block(
     o_m = first + gl.arange(0, HALF, row)
     lse = gl.load(p_rows + o_m)
     o_f, o_d = first + gl.arange(0, HALF, gl.SliceLayout(1, flat)), gl.arange(0, D, gl.SliceLayout(0, flat))
-    b_o = gl.load(p_out + o_f.to(gl.int64)[:, None] * stride_o + o_d[None, :]).to(gl.float32)
+    p_block = p_out + o_f.to(gl.int64)[:, None] * stride_o + o_d[None, :]
+    b_o = gl.load(p_block, mask=(o_f < num_queries)[:, None], other=0.0).to(gl.float32)
     mbarrier.wait(ready, 0)
     delta = gl.convert_layout(gl.sum(b_o * g_half.load(flat).to(gl.float32), 1), row)
     gl.store(p_known + o_m, lse)
@@ -232,9 +236,6 @@ def query_block(
     for t in range(count):
         stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # behind the last one, that one again
         s_0, s_1, slope = warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
-        if CAUSAL:
-            if t >= whole:
-                slope = gl.where((t * BN + o_n)[None, :] <= o_m[:, None] + offset, slope, delta[:, None])
         w_0, w_1 = w_ring.index(2 * stage).load(mma), w_ring.index(2 * stage + 1).load(mma)
         if BEST:
             x_0, x_1 = s_0 * scale + w_0, s_1 * scale + w_1
@@ -248,6 +249,10 @@ def query_block(
             e_1 = gl.exp2(s_1 * scale - lse[:, None]).to(gl.bfloat16)
             ds_0 = multiply(multiply(e_0, w_0.broadcast_to([HALF, BN])), g)
             ds_1 = multiply(multiply(e_1, w_1.broadcast_to([HALF, BN])), g)
+        if CAUSAL or not EVEN:
+            if t >= whole:
+                seen = seen_keys(o_m, t * BN + o_n, num_queries, num_keys, CAUSAL, EVEN)
+                ds_0, ds_1 = gl.where(seen, ds_0, gl.zeros_like(ds_0)), gl.where(seen, ds_1, gl.zeros_like(ds_1))
         mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
         take_turn(turn, part, t)
         k_0, k_1 = k_ring.index(2 * stage).reshape([BN, D]), k_ring.index(2 * stage + 1).reshape([BN, D])
@@ -265,18 +270,18 @@ def query_block(
     warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), first + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     at = o_r.to(gl.int64)[:, None] * stride_d + o_d[None, :]
-    gl.store(p_dq + at, (dq * inverse_variance).to(gl.bfloat16))
+    gl.store(p_dq + at, (dq * inverse_variance).to(gl.bfloat16), mask=(o_r < num_queries)[:, None])
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def query_kernel(
     q_desc, g_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, KNOWN_ROWS, DQ, scale, inverse_variance, sob, soh,
     son, sdb, sdh, sdn, groups, section, H, num_queries, num_keys, padded_queries, width, BM: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr,
-    BEST: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr,
+    CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
-    i_block, i_bh = work_of(gl.program_id(0), num_queries // BM, groups, section)
-    i_m, i_b, i_h, i_g = num_queries // BM - 1 - i_block, i_bh // H, i_bh % H, i_bh.to(gl.int64)
+    i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
+    i_m, i_b, i_h, i_g = gl.cdiv(num_queries, BM) - 1 - i_block, i_bh // H, i_bh % H, i_bh.to(gl.int64)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], q_desc.layout)
     g_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BM, D], g_desc.layout)
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, 1, 1, BN, D], k_desc.layout)
@@ -284,20 +289,21 @@ def query_kernel(
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, 1, BN], w_desc.layout)
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
-    offset, whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
+    whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
     p_rows, p_known = ROWS + i_g * padded_queries, KNOWN_ROWS + i_g * width * padded_queries
     p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
     p_dq = DQ + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     if BEST or gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
         shared = (q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn)
         rest = (
-            p_out, p_rows, p_known, p_dq, scale, inverse_variance, son, sdn, offset, i_m, whole, count, padded_queries,
+            p_out, p_rows, p_known, p_dq, scale, inverse_variance, son, sdn, num_queries, num_keys, i_m, whole, count,
+            padded_queries,
         )  # fmt: skip
         loads, where = (q_desc, g_desc, k_desc, v_desc, w_desc), (i_b, i_h, i_bh, i_m, count)
         gl.warp_specialize(
             [
-                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
-                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, EVEN, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, EVEN, CAUSAL, BEST)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, BEST, gl.constexpr(False))),
             ],
             [4, 1], [240, 24],
@@ -327,17 +333,18 @@ def load_queries(loads, shared, where, BM: gl.constexpr, BN: gl.constexpr, D: gl
 
 @gluon.jit
 def store_key(
-    dk, dw, k_s, p_dk, p_dlw, p_part, inverse_variance, stride, o_r, D: gl.constexpr, POSITIONS: gl.constexpr
+    dk, dw, k_s, p_dk, p_dlw, p_part, inverse_variance, stride, o_r, num_keys, D: gl.constexpr, POSITIONS: gl.constexpr
 ):
     """dk of one component, and its share of dlog_prior."""
     wide: gl.constexpr = dk.type.layout
-    o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
-    grad = (dk - dw[:, None] * k_s.load(wide).to(gl.float32)) * inverse_variance
-    gl.store(p_dk + o_r.to(gl.int64)[:, None] * stride + o_d[None, :], grad.to(gl.bfloat16))
+    o_d, real = gl.arange(0, D, gl.SliceLayout(0, wide)), o_r < num_keys
+    dw = gl.where(real, dw, 0.0)
+    grad = ((dk - dw[:, None] * k_s.load(wide).to(gl.float32)) * inverse_variance).to(gl.bfloat16)
+    gl.store(p_dk + o_r.to(gl.int64)[:, None] * stride + o_d[None, :], grad, mask=real[:, None])
     gl.store(p_part, gl.sum(dw, 0))
     gl.store(p_part + 1, 0.0)
     if POSITIONS:
-        gl.store(p_dlw + o_r, dw)
+        gl.store(p_dlw + o_r, dw, mask=real)
 
 
 @gluon.jit
@@ -349,7 +356,7 @@ def key_block(
     q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
     c_0, c_1, _, _ = more
     p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_m, stride_k, stride_v = rest[:10]
-    offset, i_n, first, masked, count, padded_keys, positions = rest[10:]
+    num_queries, num_keys, i_n, first, masked, count, padded_keys, positions = rest[10:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -366,7 +373,7 @@ def key_block(
     dv = gl.zeros([HALF, D], gl.float32, wide)
     dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
     zero = gl.zeros([HALF, BM], gl.float32, mma)
-    o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + offset
+    o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + (num_keys - num_queries)
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     b_q, b_g = q_ring.index(0).reshape([BM, D]), g_ring.index(0).reshape([BM, D])
@@ -415,14 +422,16 @@ def key_block(
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start_n + gl.arange(0, HALF, gl.SliceLayout(1, wide))
-    gl.store(p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(gl.bfloat16))
+    gl.store(
+        p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(gl.bfloat16), mask=(o_r < num_keys)[:, None]
+    )
     p_part += (2 * i_n + part) * 4
     store_key(
-        dk_0, column_of(dw, 0, wide), k_0, p_dk, p_dlw, p_part, inverse_variance, stride_k, o_r, D, POSITIONS,
+        dk_0, column_of(dw, 0, wide), k_0, p_dk, p_dlw, p_part, inverse_variance, stride_k, o_r, num_keys, D, POSITIONS,
     )  # fmt: skip
     store_key(
         dk_1, column_of(dw, 1, wide), k_1, p_dk + stride_m, p_dlw + positions, p_part + 2, inverse_variance, stride_k,
-        o_r, D, POSITIONS,
+        o_r, num_keys, D, POSITIONS,
     )  # fmt: skip
 
 
@@ -435,7 +444,7 @@ def component_block(
     q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
     c_0, _, x_s, done = more
     p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_m, stride_k, stride_v = rest[:10]
-    offset, i_n, first, masked, count, padded_keys, positions = rest[10:]
+    num_queries, num_keys, i_n, first, masked, count, padded_keys, positions = rest[10:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -449,7 +458,7 @@ def component_block(
     dv = gl.zeros([HALF, D], gl.float32, wide)
     dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
     zero = gl.zeros([HALF, BM], gl.float32, mma)
-    o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + offset
+    o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + (num_keys - num_queries)
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     b_q, b_g = q_ring.index(0).reshape([BM, D]), g_ring.index(0).reshape([BM, D])
@@ -501,10 +510,14 @@ def component_block(
     else:
         mbarrier.wait(done, 0)
         dv += x_s.load(wide)
-        gl.store(p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(gl.bfloat16))
+        gl.store(
+            p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :],
+            dv.to(gl.bfloat16),
+            mask=(o_r < num_keys)[:, None],
+        )
     store_key(
         dk, column_of(dw, 0, wide), k_own, p_dk + part * stride_m, p_dlw + part * positions,
-        p_part + i_n * 4 + 2 * part, inverse_variance, stride_k, o_r, D, POSITIONS,
+        p_part + i_n * 4 + 2 * part, inverse_variance, stride_k, o_r, num_keys, D, POSITIONS,
     )  # fmt: skip
 
 
@@ -526,7 +539,7 @@ def key_kernel(
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
-    i_n, i_bh = work_of(gl.program_id(0), num_keys // BN, groups, section)
+    i_n, i_bh = work_of(gl.program_id(0), gl.cdiv(num_keys, BN), groups, section)
     i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
     q_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, D], q_desc.layout)
     g_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, D], g_desc.layout)
@@ -546,7 +559,7 @@ def key_kernel(
     if CAUSAL:
         first = gl.maximum(i_n * BN - offset, 0) // BM * BM
         masked = i_n * BN + BN - 1 - offset
-    count = gl.maximum(num_queries - first, 0) // BM
+    count = gl.cdiv(gl.maximum(num_queries - first, 0), BM)
     p_dk = DK + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     p_dv = DV + i_b.to(gl.int64) * seb + i_h.to(gl.int64) * seh
     p_keys, p_part = KEYS + i_g * 2 * padded_keys, PART + i_g * parts * 4
@@ -554,8 +567,8 @@ def key_kernel(
         shared = (q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn)
         more = (c_0, c_1, x_s, done)
         rest = (
-            p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, scale, inverse_variance, sdm, sdn, sen, offset, i_n,
-            first, masked, count, padded_keys, positions,
+            p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, scale, inverse_variance, sdm, sdn, sen, num_queries,
+            num_keys, i_n, first, masked, count, padded_keys, positions,
         )  # fmt: skip
         loads, where = (q_desc, g_desc, k_desc, v_desc, r_desc), (i_b, i_h, i_bh, i_n, first, count, width)
         gl.warp_specialize(
@@ -592,9 +605,10 @@ def forward(
     size = sizes("forward_kernel", query.shape[-1])
     tile = size["BN"]
     run(
-        forward_kernel, query.shape[2] // BLOCK, query, tiles(query, BLOCK), key_tiles(key, tile), tiles(value, tile),
+        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), key_tiles(key, tile), tiles(value, tile),
         weights(keys, narrow_keys, hard, tile), output, rows, far, scale, *strides(output), far.shape[0], section,
-        query.shape[1], query.shape[2], key.shape[3], rows.shape[-1], **size, CAUSAL=causal, BEST=hard,
+        query.shape[1], query.shape[2], key.shape[3], rows.shape[-1], **size, EVEN=even(query, key),
+        CAUSAL=causal, BEST=hard,
     )  # fmt: skip
 
 
@@ -607,10 +621,10 @@ def query_side(
     size = sizes("query_kernel", query.shape[-1])
     tile = size["BN"]
     run(
-        query_kernel, query.shape[2] // BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), key_tiles(key, tile),
+        query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), key_tiles(key, tile),
         tiles(value, tile), weights(keys, narrow_keys, hard, tile), output, rows, far, known, grad_query, scale,
         inverse_variance, *strides(output, grad_query), far.shape[0], section, query.shape[1], query.shape[2],
-        key.shape[3], rows.shape[-1], known.shape[-1], **size, CAUSAL=causal, BEST=hard,
+        key.shape[3], rows.shape[-1], known.shape[-1], **size, EVEN=even(query, key), CAUSAL=causal, BEST=hard,
     )  # fmt: skip
 
 
@@ -624,7 +638,7 @@ def key_side(
     queries, block = size["BM"], size["BN"]
     vectors = lines(known.view(known.shape[0], -1, known.shape[1]), queries, ROW32)
     run(
-        key_kernel, key.shape[3] // block, query, tiles(query, queries), tiles(grad, queries), key_tiles(key, block),
+        key_kernel, key.shape[3], block, query, tiles(query, queries), tiles(grad, queries), key_tiles(key, block),
         tiles(value, block), vectors, keys if hard else narrow_keys, far, grad_key, grad_value, grad_bias, part, scale,
         inverse_variance, *strides(grad_key, grad_value), far.shape[0], section, query.shape[1], query.shape[2],
         key.shape[3], positions, keys.shape[-1], part.shape[2], known.shape[-1], **size, CAUSAL=causal, BEST=hard,
