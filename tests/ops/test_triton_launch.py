@@ -23,6 +23,9 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -119,6 +122,8 @@ CALL: dict[str, Any] = {"A": MEMORY, "B": MEMORY, "n": 5, "m": 32, "scale": 0.5,
 TENSORS = [MEMORY, MEMORY[1:], MEMORY.half(), MEMORY.half()[1:], torch.nn.Parameter(MEMORY), MEMORY[:0], None] + [
     TensorDescriptor.from_tensor(tensor, [rows, 16]) for tensor in (DESCRIBED, DESCRIBED.half()) for rows in (8, 16)
 ]
+LAYOUTS = NVMMASharedLayout(0, 32, 2), NVMMASharedLayout(32, 32, 2)
+TENSORS += [gluon.TensorDescriptor.from_tensor(DESCRIBED, [8, 16], layout) for layout in LAYOUTS]
 INTEGERS = [0, 1, 2, 3, 16, 48, -1, -16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40 + 1, 2**63, 2**63 + 1]
 
 
@@ -198,6 +203,15 @@ def test_block_shapes_of_descriptors_count(machine: Machine) -> None:
         go(launch, kernel, CALL | {"A": TensorDescriptor.from_tensor(DESCRIBED, [rows, 16])})
     assert machine.asked == 2
     assert isinstance(machine.launches[-1][3][0], TensorDescriptor)  # Triton's launcher takes it apart
+
+
+def test_layouts_of_descriptors_count(machine: Machine) -> None:
+    """Of a kernel in Gluon, which is found again as any other."""
+    kernel = GluonJITFunction(example)
+    for layout in LAYOUTS * 2:
+        go(launch, kernel, CALL | {"A": gluon.TensorDescriptor.from_tensor(DESCRIBED, [8, 16], layout)})
+    assert machine.asked == 2
+    assert isinstance(machine.launches[-1][3][0], gluon.TensorDescriptor)
 
 
 def test_two_kernels_are_two(machine: Machine) -> None:

@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mgk.ops.triton.launch import launch
+
 copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.7
 BLOCK = 128  # queries or keys of a program, half of them for each of the two warp groups that compute
 HALF = gl.constexpr(64)
@@ -648,8 +650,7 @@ def columns(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 def run(kernel: Any, length: int, block: int, query: Tensor, *arguments: Any, **constants: Any) -> None:
     """A program for each block of queries, or of keys, of each head."""
-    with torch.cuda.device(query.device):
-        kernel[(-(-length // block) * query.shape[0] * query.shape[1],)](*arguments, **constants, num_warps=4)
+    launch(kernel, (-(-length // block) * query.shape[0] * query.shape[1],), *arguments, **constants, num_warps=4)
 
 
 def strides(*tensors: Tensor) -> list[int]:

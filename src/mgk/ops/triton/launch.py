@@ -6,7 +6,8 @@ eighty arguments of ours takes longer than many a kernel runs. Here a cheaper ke
 - of a tensor its dtype and whether its address is a multiple of 16; of None, a float or a bool the type alone,
 - of an integer whether it is 1, whether it is a multiple of 16 and how many bits it needs: a length that grows with
   every step of decoding makes no new keys,
-- of a host's tensor descriptor its dtype and block shape; of a `tl.constexpr` or an option (`num_warps`) the value,
+- of a host's tensor descriptor its dtype, block shape and layout; of a `tl.constexpr` or an option (`num_warps`) its
+  value,
 - the device, and those of Triton's settings that go into its own key.
 
 A new key, and whatever is not known to be safe, takes the ordinary road through Triton.
@@ -36,6 +37,13 @@ if KNOWN and hasattr(knobs.compilation, "fpsan_homomorphic_casts"):
     SETTINGS.append("compilation.fpsan_homomorphic_casts")
 MAX_INTEGERS = 4096
 
+KERNELS: tuple[type, ...] = (JITFunction,)
+DESCRIPTORS: tuple[type, ...] = (TensorDescriptor,)
+if KNOWN:
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.experimental.gluon.nvidia import hopper
+
+    KERNELS, DESCRIPTORS = (*KERNELS, GluonJITFunction), (*DESCRIPTORS, hopper.TensorDescriptor)
 settings, dtype, address, get_device = attrgetter(*SETTINGS), attrgetter("dtype"), Tensor.data_ptr, Tensor.get_device
 
 
@@ -45,7 +53,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) 
     Every launch calls Triton's launch hooks. What a repeated one leaves out are Triton's check that the globals which
     the kernel reads are what they were when it was compiled, and the driver's that it knows each address.
     """
-    if type(kernel) is not JITFunction:  # Triton's interpreter
+    if type(kernel) not in KERNELS:  # Triton's interpreter
         kernel[grid](*args, **constants)
         return
     call = id(kernel), tuple(map(type, args)), tuple(constants)
@@ -104,7 +112,7 @@ class Plan:
         self.tensors = pick(self.places)
         self.integers = pick([place for place, kind in looked_at.items() if kind is int])
         self.constants = pick([place for place in range(len(types)) if place not in looked_at])
-        self.descriptors = tuple(place for place, kind in looked_at.items() if kind is TensorDescriptor)
+        self.descriptors = tuple(place for place, kind in looked_at.items() if kind in DESCRIPTORS)
         self.direct = (
             KNOWN
             and kernel.launch_metadata is None  # it would want the tensors, not their addresses
@@ -114,7 +122,7 @@ class Plan:
         )
 
 
-KINDS = (int, float, bool, NoneType, TensorDescriptor)
+KINDS = (int, float, bool, NoneType, *DESCRIPTORS)
 plans: dict[tuple[int, tuple[type, ...], tuple[str, ...]], Plan] = {}
 
 
@@ -125,8 +133,9 @@ def pick(places: list[int]) -> itemgetter[Any]:
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
-def descriptor_key(descriptor: TensorDescriptor) -> tuple[Any, ...]:
-    return descriptor.base.dtype, descriptor.base.get_device(), *descriptor.block_shape
+def descriptor_key(descriptor: Any) -> tuple[Any, ...]:
+    layout = getattr(descriptor, "layout", None)  # of Gluon's
+    return descriptor.base.dtype, descriptor.base.get_device(), layout, *descriptor.block_shape
 
 
 class IntegerKinds(dict[int, str]):
