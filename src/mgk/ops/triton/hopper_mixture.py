@@ -46,11 +46,10 @@ from mgk.ops.triton.hopper import (
 )
 
 KEY_TILE = gl.NVMMASharedLayout(128, 16, 5)
-# (kernel, width): as in hopper.py
+# (kernel, width): the tile of the other side, and how many of those the ring holds
 SIZES = {
-    ("forward_kernel", 64): (64, 6, True), ("forward_kernel", 128): (64, 3, True),
-    ("query_kernel", 64): (64, 5, True), ("query_kernel", 128): (64, 3, True),
-    ("key_kernel", 64): (64, 5, False), ("key_kernel", 128): (64, 4, False),
+    ("forward_kernel", 64): (64, 6), ("forward_kernel", 128): (64, 3), ("query_kernel", 64): (64, 5),
+    ("query_kernel", 128): (64, 3), ("key_kernel", 64): (64, 5), ("key_kernel", 128): (64, 4),
 }  # fmt: skip
 
 
@@ -172,7 +171,7 @@ def forward_block(
 def forward_kernel(
     q_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, scale, sob, soh, son, groups, section, H, num_queries,
     num_keys, padded_queries, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
     i_m, i_b, i_h = gl.cdiv(num_queries, BM) - 1 - i_block, i_bh // H, i_bh % H
@@ -203,7 +202,7 @@ def forward_kernel(
 @gluon.jit
 def query_block(
     part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 queries, and what the key side needs of them."""
     q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn = shared
@@ -258,13 +257,10 @@ def query_block(
         k_0, k_1 = k_ring.index(2 * stage).reshape([BN, D]), k_ring.index(2 * stage + 1).reshape([BN, D])
         dq = warpgroup_mma(gl.convert_layout(ds_0, operand), k_0, dq, is_async=True)
         dq = warpgroup_mma(gl.convert_layout(ds_1, operand), k_1, dq, is_async=True)
-        if not EARLY:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
         s_0, s_1 = scores(q_half, k_ring, after % STAGES, zero, BN, D)
         b_v = v_ring.index(after % STAGES).reshape([BN, D])
         slope = warpgroup_mma(g_half, b_v.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if EARLY:
-            dq = warpgroup_mma_wait(3, deps=(dq,))
+        dq = warpgroup_mma_wait(3, deps=(dq,))
         pass_turn(turn, part)
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
@@ -277,7 +273,7 @@ def query_block(
 def query_kernel(
     q_desc, g_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, KNOWN_ROWS, DQ, scale, inverse_variance, sob, soh,
     son, sdb, sdh, sdn, groups, section, H, num_queries, num_keys, padded_queries, width, BM: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
     CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
@@ -302,8 +298,8 @@ def query_kernel(
         loads, where = (q_desc, g_desc, k_desc, v_desc, w_desc), (i_b, i_h, i_bh, i_m, count)
         gl.warp_specialize(
             [
-                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EARLY, EVEN, CAUSAL, BEST)),
-                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EARLY, EVEN, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EVEN, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EVEN, CAUSAL, BEST)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, BEST, gl.constexpr(False))),
             ],
             [4, 1], [240, 24],
@@ -536,8 +532,7 @@ def key_part(
 def key_kernel(
     q_desc, g_desc, k_desc, v_desc, r_desc, KEYS, FAR_HEADS, DK, DV, DLW, PART, scale, inverse_variance, sdb, sdh, sdm,
     sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions, padded_keys, parts, width,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-    CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     i_n, i_bh = work_of(gl.program_id(0), gl.cdiv(num_keys, BN), groups, section)
     i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
@@ -582,10 +577,10 @@ def key_kernel(
 
 
 def sizes(name: str, width: int) -> dict[str, Any]:
-    other, stages, early = SIZES[name, width]
+    other, stages = SIZES[name, width]
     block = HALF.value if name == "key_kernel" and width == 128 else BLOCK
     queries, keys = (other, block) if name == "key_kernel" else (BLOCK, other)
-    return {"BM": queries, "BN": keys, "STAGES": stages, "EARLY": early, "D": width}
+    return {"BM": queries, "BN": keys, "STAGES": stages, "D": width}
 
 
 def key_tiles(key: Tensor, rows: int) -> TensorDescriptor:
