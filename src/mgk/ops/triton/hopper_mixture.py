@@ -532,7 +532,8 @@ def key_part(
 def key_kernel(
     q_desc, g_desc, k_desc, v_desc, r_desc, KEYS, FAR_HEADS, DK, DV, DLW, PART, scale, inverse_variance, sdb, sdh, sdm,
     sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions, padded_keys, parts, width,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     i_n, i_bh = work_of(gl.program_id(0), gl.cdiv(num_keys, BN), groups, section)
     i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
