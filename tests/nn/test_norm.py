@@ -55,6 +55,25 @@ def test_layers_with_it(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [module.narrow for module in norms] == ([True] * 4 + [False] if order == "pre" else [False] * 4)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_whoever_looks_at_a_part_of_a_sum_sees_it() -> None:
+    block, seen = Block(make("smgk"), 16, norm="post", dropout=0.5).float().to(DEVICE), []
+    for part in (block.dropout, block.attention_norm):
+        part.register_forward_hook(lambda *call: seen.append(type(call[0])))
+    block(normal(2, 5, 12).float().to(DEVICE))
+    assert seen.count(nn.Dropout) == 3
+    assert seen.count(LayerNorm) == 1
+
+
+@pytest.mark.usefixtures("kernels")
+def test_dropout_in_a_sum_is_drawn_anew() -> None:
+    block = Block(make("smgk"), 16, norm="post", dropout=0.5).float().to(DEVICE)
+    first, second = (block(normal(2, 5, 12).float().to(DEVICE)) for _ in range(2))
+    assert not torch.equal(first, second)
+    quiet = [block.eval()(normal(2, 5, 12).float().to(DEVICE)) for _ in range(2)]
+    assert torch.equal(*quiet)
+
+
 def test_it_is_saved_as_pytorchs() -> None:
     nn.LayerNorm(6).load_state_dict(LayerNorm(6, narrow=True).state_dict())
 

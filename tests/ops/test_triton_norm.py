@@ -14,7 +14,7 @@ from tests.ops.triton_env import DEVICE, strict_memory
 
 # isort: split
 from mgk.ops.triton import norm
-from mgk.ops.triton.norm import layer_norm
+from mgk.ops.triton.norm import add_norm, layer_norm
 
 
 def inputs(*shape: int, offset: float = 0.0, scale: float = 1.0) -> list[Tensor]:
@@ -48,6 +48,60 @@ def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, monkey
         assert float((have.double() - want).abs().max()) <= (eps + 2**-18) * (1 + float(want.abs().max()))
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles, of which a program has more than one."""
+    monkeypatch.setattr(norm, "TILE", 256)
+    monkeypatch.setattr(norm, "PROGRAMS", 3)
+
+
+def both(outputs: tuple[Tensor, ...], leaves: list[Tensor], used: tuple[int, ...]) -> list[Tensor]:
+    """The sum and its norm, and the gradients, where these of the two are used."""
+    generator = torch.Generator().manual_seed(2)
+    grads = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each in outputs[:2]]
+    gradients = torch.autograd.grad([outputs[i] for i in used], leaves, [grads[i] for i in used], allow_unused=True)
+    return [
+        *(each.detach() for each in outputs[:2]),
+        *(torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, gradients, strict=True)),
+    ]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("used", [(0, 1), (1,), (0,)], ids=["both", "norm", "sum"])
+@pytest.mark.parametrize("shape", [(70, 64), (3, 41, 20), (5, 256), (0, 8)])
+def test_the_norm_of_a_sum(shape: tuple[int, ...], used: tuple[int, ...]) -> None:
+    leaves = inputs(*shape)
+    leaves.insert(1, inputs(*shape, offset=3.0)[0].detach().bfloat16().requires_grad_())
+    x, added, weight, bias = leaves
+    with strict_memory():
+        got = both(add_norm(x, added, None, weight, bias, 1e-5, 0.0, torch.float32), leaves, used)
+    assert torch.equal(got[0], x + added)
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    total = exact[0] + exact[1]
+    wanted = both((total, exact_norm(total, shape[-1:], exact[2], exact[3], 1e-5)), exact, used)
+    for have, want, eps in zip(got, wanted, [2**-23] * 3 + [2**-8] + [2**-23] * 2, strict=True):
+        bound = (eps + 2**-18) * (1 + want.abs().amax()) if want.numel() else want
+        assert ((have.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.usefixtures("small")
+def test_the_norm_of_a_sum_with_dropout() -> None:
+    """What is kept is scaled, forward and backward, and as much is dropped as should be."""
+    x, weight, bias = inputs(400, 64)
+    added = inputs(400, 64, offset=9.0)[0].detach().requires_grad_()  # of which nothing is 0
+    seed, p = torch.tensor([1 << 40], device=DEVICE), 0.25
+    total, output, _ = add_norm(x, added, seed, weight, bias, 1e-5, p, torch.float32)
+    kept = (total != x).detach()
+    assert abs(float(kept.float().mean()) - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    leaves = [x, added, weight, bias]
+    wanted = x + kept * added / (1 - p)
+    torch.testing.assert_close(total, wanted, rtol=1e-6, atol=1e-6)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    got = torch.autograd.grad([total, output], leaves, [grad, grad])
+    expected = torch.autograd.grad([wanted, exact_norm(wanted, (64,), weight, bias, 1e-5)], leaves, [grad, grad])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_large_numbers_with_a_small_spread() -> None:
     """The variance is that of the differences: 1e4 and 1 would leave no bits of a mean of squares."""
     leaves = inputs(40, 64, offset=1e4)
@@ -76,6 +130,8 @@ def test_rows_may_be_strided() -> None:
 def test_operators_pass_the_checks_of_torch() -> None:
     x, weight, bias = inputs(40, 24)
     torch.library.opcheck(layer_norm.op, (x, weight, bias, 1e-5, torch.bfloat16))
+    added, seed = x.detach().bfloat16().requires_grad_(), torch.tensor([3], device=DEVICE)
+    torch.library.opcheck(add_norm.op, (x, added, seed, weight, bias, 1e-5, 0.5, torch.bfloat16))
     output, moments = layer_norm(x, weight, bias, 1e-5, torch.float32)
     arguments = (output.detach(), x.detach(), weight.detach(), moments)
     torch.library.opcheck(norm.layer_norm_backward.op, arguments)

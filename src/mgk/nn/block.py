@@ -17,7 +17,7 @@ from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import Rotation
 from mgk.nn.linear import through, through_activation
-from mgk.nn.norm import LayerNorm
+from mgk.nn.norm import LayerNorm, add_norm
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.ops.cost import LINEAR
@@ -68,27 +68,29 @@ class Block(nn.Module):
         With `packing` instead, `x` has the tokens of the batch one after the other, and so has what comes out.
         """
         if self.norm == "pre":
-            x = x + self._attend(self.attention_norm(x), padding, rotary, cache, packing)
-            return x + self._feed_forward(self.feed_forward_norm(x))
-        x = self.attention_norm(x + self._attend(x, padding, rotary, cache, packing))
-        return self.feed_forward_norm(x + self._feed_forward(x))  # type: ignore[no-any-return]
+            added = self._attend(self.attention_norm(x), padding, rotary, cache, packing)
+            x, normed = add_norm(self.feed_forward_norm, self.dropout, x, added)
+            return x + self.dropout(self._feed_forward(normed))  # type: ignore[no-any-return]
+        added = self._attend(x, padding, rotary, cache, packing)
+        _, x = add_norm(self.attention_norm, self.dropout, x, added)
+        return add_norm(self.feed_forward_norm, self.dropout, x, self._feed_forward(x))[1]
 
     def _attend(
         self, x: Tensor, padding: Tensor | None, rotary: Rotation | None, cache: KeyValueCache | StateCache | None,
         packing: Packing | None,
     ) -> Tensor:  # fmt: skip
         if packing is not None:
-            return self.dropout(self.attention(x, rotary=rotary, packing=packing)[0])  # type: ignore[no-any-return]
+            return self.attention(x, rotary=rotary, packing=packing)[0]  # type: ignore[no-any-return]
         queries = None
         # The linear family saves nothing by it; and a single query, the step of a decoder, is never padding.
         if padding is not None and self.attention.variant not in LINEAR and x.shape[1] > 1:
             queries = padding if padding.shape[1] == x.shape[1] else padding[:, -x.shape[1] :]
         output, _ = self.attention(x, key_padding_mask=padding, query_padding_mask=queries, rotary=rotary, cache=cache)
-        return self.dropout(output)  # type: ignore[no-any-return]
+        return output  # type: ignore[no-any-return]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         inside = through_activation(self.up, self.activation, self.dropout, x)
-        return self.dropout(through(self.down, inside))  # type: ignore[no-any-return]
+        return through(self.down, inside)
 
 
 class Stack(nn.Module):

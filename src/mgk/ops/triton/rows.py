@@ -123,22 +123,28 @@ def clear_rows(x: Tensor, first: Tensor) -> None:
         launch(clear_kernel, (triton.cdiv(len(x), rows),), x, first, len(x), E=width, BE=block, ROWS=rows, num_warps=4)
 
 
+@triton.jit
+def dropped(block, p_seed, threshold, inverse_keep, o_row, o_e, E: tl.constexpr):
+    """What dropout leaves of a block, scaled: a function of the seed and the place; `threshold` is p * 2^32."""
+    seed = tl.load(p_seed)
+    salt = hash32(hash32((seed >> 32).to(tl.uint32)) ^ seed.to(tl.uint32))
+    place = (o_row[:, None] * E + o_e[None, :]).to(tl.uint32)
+    return tl.where(hash32(place * 0x9E3779B1 + salt) >= threshold.to(tl.uint32), block * inverse_keep, 0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def relu_kernel(
     X, SEED, rows, threshold, inverse_keep, E: tl.constexpr, DROPOUT: tl.constexpr, BE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """max(x, 0), dropped and scaled, in place; what is dropped is a function of the seed and the place."""
+    """max(x, 0) with dropout, in place."""
     i, first = tl.program_id(0), tl.program_id(1) * BE
     for start in range(i * ROWS, rows, tl.num_programs(0) * ROWS):
         o_row, o_e = start + tl.arange(0, ROWS), first + tl.arange(0, BE)
         block = load_rows(X, o_row, rows, E, BE, first)
         block = tl.where(block < 0, 0.0, block)  # NaN stays what it is
         if DROPOUT:
-            seed = tl.load(SEED)
-            salt = hash32(hash32((seed >> 32).to(tl.uint32)) ^ seed.to(tl.uint32))
-            place = (o_row[:, None] * E + o_e[None, :]).to(tl.uint32)
-            block = tl.where(hash32(place * 0x9E3779B1 + salt) >= threshold.to(tl.uint32), block * inverse_keep, 0.0)
+            block = dropped(block, SEED, threshold, inverse_keep, o_row, o_e, E)
         store_rows(X, block, o_row, rows, E, BE, first)
 
 
