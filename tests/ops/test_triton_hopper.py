@@ -1,4 +1,4 @@
-"""Kernels for wide heads on Hopper: compiled everywhere, run where there is one, as no interpreter knows Gluon."""
+"""Kernels for wide heads on Hopper, compiled everywhere; without such a GPU they run in an emulation of Gluon."""
 
 from __future__ import annotations
 
@@ -20,30 +20,37 @@ from tests.ops.triton_env import strict_memory
 
 # isort: split
 from mgk.ops import triton as kernels
-from mgk.ops.triton import hopper, hopper_mixture
+from tests.ops.gluon_emulator import emulated
 
 HERE = kernels.GLUON and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not HERE, reason="needs a GPU of compute capability 9.0 and Triton 3.6")
-CASE = Case(variant="smgk", B=2, H=2, M=2, Nq=256, Nk=256, D=64, Dv=64, prior="head", seed=3)
+CASE = Case(variant="smgk", B=1, H=2, M=2, Nq=256, Nk=256, D=64, Dv=64, prior="head", seed=3)
+# The log of an empty sum is infinite on purpose; numpy, which Triton's interpreter computes with, says so.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fresh_memory() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
+    """Those with the kernels, or their emulations; fresh memory is NaN."""
+    names = "hopper", "hopper_mixture"
+    if not HERE:
+        for name, module in zip(names, emulated(), strict=True):
+            monkeypatch.setattr(kernels, name, module, raising=False)
+        monkeypatch.setattr(kernels, "GLUON", True)
     with strict_memory():
-        yield
+        yield tuple(getattr(kernels, name) for name in names)
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def taken(modules: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which of these kernels were launched."""
     names: list[str] = []
-    launch = hopper.run
+    launch = modules[0].run
 
     def noted(kernel: Any, *arguments: Any, **constants: Any) -> None:
         names.append(kernel.__name__)
         launch(kernel, *arguments, **constants)
 
-    for module in (hopper, hopper_mixture):
+    for module in modules:
         monkeypatch.setattr(module, "run", noted)
     return names
 
@@ -51,25 +58,25 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 ALL = ["forward_kernel", "query_kernel", "key_kernel"]
 
 
-@needs_hopper
-@pytest.mark.parametrize("scale", [1.0, 6.0])  # at 6 heads are beyond the light road
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "case",
+    ("case", "scale"),
     [
-        CASE,
-        replace(CASE, is_causal=True, prior=None),
-        replace(CASE, is_causal=True, D=128, Dv=128),
-        replace(CASE, D=128, Dv=128, Nq=128, Nk=384, prior="position"),
-        replace(CASE, Nq=128, Nk=640, is_causal=True, prior="position"),
-        replace(CASE, B=3, H=5, Nq=512, Nk=512, is_causal=True, D=128, Dv=128),
-        replace(CASE, Nq=200, Nk=331, prior="position"),
-        replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True),
+        (CASE, 1.0),
+        (CASE, 6.0),  # heads are beyond the light road
+        (replace(CASE, is_causal=True, prior=None), 1.0),
+        (replace(CASE, is_causal=True, D=128, Dv=128), 1.0),
+        (replace(CASE, D=128, Dv=128, Nq=128, Nk=384, prior="position"), 1.0),
+        (replace(CASE, Nq=128, Nk=640, is_causal=True, prior="position"), 1.0),
+        (replace(CASE, B=2, H=3, Nq=384, Nk=384, is_causal=True, D=128, Dv=128), 1.0),
+        (replace(CASE, Nq=200, Nk=331, prior="position"), 1.0),
+        (replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 1.0),
+        (replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 6.0),
     ],
-    ids=["whole", "causal", "wide", "unequal", "later", "many", "ragged", "ragged causal"],
+    ids=["whole", "far", "causal", "wide", "unequal", "later", "many", "ragged", "ragged causal", "ragged far"],
 )
-def test_values_and_gradients(case: Case, variant: str, e_step: str, scale: float, taken: list[str]) -> None:
+def test_values_and_gradients(case: Case, scale: float, variant: str, e_step: str, taken: list[str]) -> None:
     assert_low_precision(replace(case, variant=variant, e_step=e_step), torch.bfloat16, scale=scale)
     assert taken == ALL
 
@@ -80,18 +87,17 @@ def assert_near(inputs: Inputs, options: dict[str, Any]) -> None:
     exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", options)
     got = run(inputs, "triton", options)
     for name, have, want in zip(["output", *inputs], got, exact, strict=True):
-        heads = product(range(2), range(2)) if have.dim() > 3 else [(slice(None), slice(None))]
+        heads = product(range(have.shape[0]), range(have.shape[1])) if have.dim() > 3 else [(slice(None), slice(None))]
         for i, j in heads:
             error = float((have[i, j] - want[i, j]).norm())
             assert error <= 0.1 * float(want[i, j].norm()), f"{name} of head {i}, {j}"
 
 
-@needs_hopper
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_head_takes_its_road(variant: str, e_step: str, taken: list[str]) -> None:
     """One head that reaches far and one with a query far from all keys, among others."""
-    case = replace(CASE, variant=variant, e_step=e_step, is_causal=True, D=128, Dv=128, prior=None)
+    case = replace(CASE, B=2, variant=variant, e_step=e_step, is_causal=True, D=128, Dv=128, prior=None)
     inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
     inputs["key"][1, 0] *= 8
     inputs["query"][0, 1, 77] *= 40
@@ -99,7 +105,6 @@ def test_each_head_takes_its_road(variant: str, e_step: str, taken: list[str]) -
     assert taken == ALL
 
 
-@needs_hopper
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_queries_that_see_nothing(variant: str, e_step: str, taken: list[str]) -> None:
@@ -108,7 +113,6 @@ def test_queries_that_see_nothing(variant: str, e_step: str, taken: list[str]) -
     assert taken == ALL
 
 
-@needs_hopper
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_bits_every_time_and_in_any_layout(variant: str, taken: list[str]) -> None:
     """Gradients have no atomics; (B,N,H,D) in memory is read as it lies."""
@@ -123,7 +127,6 @@ def test_the_same_bits_every_time_and_in_any_layout(variant: str, taken: list[st
     assert taken == 3 * ALL
 
 
-@needs_hopper
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "case",

@@ -6,7 +6,7 @@ products run. One more warp copies tiles into a ring of shared memory ahead of t
 its arithmetic, for two components in bfloat16; heads that reach far, masks, dropout and other widths stay with the
 kernels there, and so do other GPUs.
 
-Triton's interpreter does not run Gluon: the tests of this file need a GPU.
+Triton's interpreter does not run Gluon: without a GPU the tests run these kernels in an emulation of it.
 """
 
 from __future__ import annotations
@@ -618,9 +618,12 @@ def fits(components: int, *tensors: Tensor) -> bool:
         and min(query.shape[2], key.shape[-2]) >= BLOCK
         and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         and all(0 < stride < 2**31 and stride % 8 == 0 for tensor in tensors for stride in tensor.stride()[:-1])
-        and query.device.type == "cuda"
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and on_hopper(query)
     )
+
+
+def on_hopper(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) == (9, 0)
 
 
 def sizes(name: str, width: int) -> dict[str, Any]:
