@@ -36,7 +36,7 @@ COLUMNS = gl.constexpr(16)
 # asked for before the sums of this one are there, if there are registers for both
 SIZES = {
     ("forward_kernel", 64): (128, 5, True), ("forward_kernel", 128): (64, 5, True),
-    ("query_kernel", 64): (64, 6, True), ("query_kernel", 128): (64, 4, True),
+    ("query_kernel", 64): (128, 5, False), ("query_kernel", 128): (64, 4, True),
     ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
 }  # fmt: skip
 COUNTS = ("groups", "section", "H", "num_queries", "num_keys", "positions", "query_parts", "parts", "width")
@@ -237,9 +237,9 @@ def forward_block(
         if not EARLY:
             sums, acc = warpgroup_mma_wait(0, deps=(sums, acc))
         s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        pass_turn(turn, part)
         if EARLY:
             sums, acc = warpgroup_mma_wait(1, deps=(sums, acc))
-        pass_turn(turn, part)
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s,))
 

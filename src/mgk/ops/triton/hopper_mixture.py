@@ -2,7 +2,8 @@
 
 The arithmetic is that of mixture.py, narrow, for two components of one variance in bfloat16. On the key side the sums
 of dk_0, dk_1 and dv are 96 registers a thread at D = 64; at D = 128 they would be 192, which is too many: there a block
-has 64 keys, each of the two warp groups has one component of all of them, and the two dv are added at the end.
+has 64 keys. With a soft E-step each of the two warp groups has one component of all of them, and the two dv are added
+at the end; a hard one needs both scores, so each has half of the columns.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from mgk.ops.triton.hopper import (
 KEY_TILE = gl.NVMMASharedLayout(128, 16, 5)
 # (kernel, width): the tile of the other side, and how many of those the ring holds
 SIZES = {
-    ("forward_kernel", 64): (64, 6), ("forward_kernel", 128): (64, 3), ("query_kernel", 64): (64, 5),
-    ("query_kernel", 128): (64, 3), ("key_kernel", 64): (64, 5), ("key_kernel", 128): (64, 4),
+    ("forward_kernel", 64): (128, 3), ("forward_kernel", 128): (64, 3), ("query_kernel", 64): (64, 4),
+    ("query_kernel", 128): (64, 3), ("key_kernel", 64): (64, 3), ("key_kernel", 128): (64, 4),
 }  # fmt: skip
 
 
@@ -348,25 +349,28 @@ def key_block(
     part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys, and their share of dlog_prior; keys down and queries across."""
+    """dk and dv of 64 keys, all columns or a half, and their share of dlog_prior; keys down and queries across."""
     q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
     c_0, c_1, _, _ = more
     p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_m, stride_k, stride_v = rest[:10]
     num_queries, num_keys, i_n, first, masked, count, padded_keys, positions = rest[10:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WIDTH: gl.constexpr = D if BN > HALF else D // 2
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     thin_operand: gl.constexpr = gl.DotOperandLayout(0, thin, 2)
-    start_n = i_n * BN + part * HALF
-    k_0 = k_s.index(0).reshape([BN, D]).slice(part * HALF, HALF, 0)
-    k_1 = k_s.index(1).reshape([BN, D]).slice(part * HALF, HALF, 0)
-    v_half = v_s.reshape([BN, D]).slice(part * HALF, HALF, 0)
+    LINE: gl.constexpr = part * (BN - HALF)  # the first of this warp group's keys, and of its columns
+    COLUMN: gl.constexpr = part * (D - WIDTH)
+    k_0 = k_s.index(0).reshape([BN, D]).slice(LINE, HALF, 0)
+    k_1 = k_s.index(1).reshape([BN, D]).slice(LINE, HALF, 0)
+    v_half = v_s.reshape([BN, D]).slice(LINE, HALF, 0)
+    start_n = i_n * BN + LINE
     o_n = start_n + gl.arange(0, HALF, gl.SliceLayout(1, mma))
     w_0, w_1 = gl.load(p_keys + o_n)[:, None], gl.load(p_keys + padded_keys + o_n)[:, None]
-    dk_0 = gl.zeros([HALF, D], gl.float32, wide)
-    dk_1 = gl.zeros([HALF, D], gl.float32, wide)
-    dv = gl.zeros([HALF, D], gl.float32, wide)
+    dk_0 = gl.zeros([HALF, WIDTH], gl.float32, wide)
+    dk_1 = gl.zeros([HALF, WIDTH], gl.float32, wide)
+    dv = gl.zeros([HALF, WIDTH], gl.float32, wide)
     dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
     zero = gl.zeros([HALF, BM], gl.float32, mma)
     o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + (num_keys - num_queries)
@@ -403,7 +407,8 @@ def key_block(
             p, ds_0, ds_1 = e_0 + e_1, multiply(e_0, g), multiply(e_1, g)
         mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
         take_turn(turn, part, t)
-        b_q, b_g = q_ring.index(stage).reshape([BM, D]), g_ring.index(stage).reshape([BM, D])
+        b_q = q_ring.index(stage).reshape([BM, D]).slice(COLUMN, WIDTH, 1)
+        b_g = g_ring.index(stage).reshape([BM, D]).slice(COLUMN, WIDTH, 1)
         dv = warpgroup_mma(gl.convert_layout(p, operand), b_g, dv, is_async=True)
         dw = warpgroup_mma(gl.convert_layout(ds_0, thin_operand), c_0, dw, is_async=True)
         dw = warpgroup_mma(gl.convert_layout(ds_1, thin_operand), c_1, dw, is_async=True)
@@ -417,24 +422,24 @@ def key_block(
         pass_turn(turn, part)
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
-    o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start_n + gl.arange(0, HALF, gl.SliceLayout(1, wide))
+    o_d, o_r = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
+    o_r += start_n
     gl.store(
         p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(gl.bfloat16), mask=(o_r < num_keys)[:, None]
     )
-    p_part += (2 * i_n + part) * 4
-    store_key(
-        dk_0, column_of(dw, 0, wide), k_0, p_dk, p_dlw, p_part, inverse_variance, stride_k, o_r, num_keys, D, POSITIONS,
-    )  # fmt: skip
-    store_key(
-        dk_1, column_of(dw, 1, wide), k_1, p_dk + stride_m, p_dlw + positions, p_part + 2, inverse_variance, stride_k,
-        o_r, num_keys, D, POSITIONS,
-    )  # fmt: skip
+    p_part += start_n // HALF * 4  # halves of the columns have the same number for it
+    for r in gl.static_range(2):
+        store_key(
+            dk_1 if r == 1 else dk_0, column_of(dw, r, wide), (k_1 if r == 1 else k_0).slice(COLUMN, WIDTH, 1),
+            p_dk + r * stride_m + COLUMN, p_dlw + r * positions, p_part + 2 * r, inverse_variance, stride_k, o_r,
+            num_keys, WIDTH, POSITIONS,
+        )  # fmt: skip
 
 
 @gluon.jit
 def component_block(
     part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     """dk of one component of 64 keys, what it adds to their dv, and its share of dlog_prior."""
     q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
@@ -445,11 +450,9 @@ def component_block(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    k_own, k_other = k_s.index(part).reshape([BN, D]), k_s.index(1 - part).reshape([BN, D])
-    v_all = v_s.reshape([BN, D])
+    k_own, v_all = k_s.index(part).reshape([BN, D]), v_s.reshape([BN, D])
     o_n = i_n * BN + gl.arange(0, HALF, gl.SliceLayout(1, mma))
-    w_own = gl.load(p_keys + part * padded_keys + o_n)[:, None]
-    w_other = gl.load(p_keys + (1 - part) * padded_keys + o_n)[:, None]
+    weight = gl.load(p_keys + part * padded_keys + o_n)[:, None].to(gl.bfloat16).broadcast_to([HALF, BM])
     dk = gl.zeros([HALF, D], gl.float32, wide)
     dv = gl.zeros([HALF, D], gl.float32, wide)
     dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
@@ -459,46 +462,29 @@ def component_block(
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     b_q, b_g = q_ring.index(0).reshape([BM, D]), g_ring.index(0).reshape([BM, D])
     s = warpgroup_mma(k_own, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if BEST:  # no registers for a third tile: its product comes when the scores are used
-        other = warpgroup_mma(k_other, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        other = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+    slope = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
         stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # behind the last, that again
-        s, other = warpgroup_mma_wait(0, deps=(s, other))
+        s, slope = warpgroup_mma_wait(0, deps=(s, slope))
         lse, delta = r_ring.index(2 * stage).load(mma), r_ring.index(2 * stage + 1).load(mma)
-        b_q, b_g = q_ring.index(stage).reshape([BM, D]), g_ring.index(stage).reshape([BM, D])
-        if BEST:
-            x, y = s * scale + w_own, other * scale + w_other
-            e = gl.exp2(gl.maximum(x, y) - lse).to(gl.bfloat16)
-            if part == 0:  # the first one among equals
-                p = without(e, second_of(x, y, e))
-            else:
-                p = second_of(y, x, e)
-            slope = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
-            slope = warpgroup_mma_wait(0, deps=(slope,))
-        else:
-            slope, e = other, gl.exp2(s * scale - lse).to(gl.bfloat16)
-            p = multiply(e, w_own.to(gl.bfloat16).broadcast_to([HALF, BM]))
+        p = multiply(gl.exp2(s * scale - lse).to(gl.bfloat16), weight)
         if CAUSAL:
             if start < masked:
                 p = gl.where(o_n[:, None] <= (start + o_m)[None, :], p, gl.zeros_like(p))
         ds = multiply(p, (slope - delta).to(gl.bfloat16))
         mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
         take_turn(turn, part, t)
+        b_q, b_g = q_ring.index(stage).reshape([BM, D]), g_ring.index(stage).reshape([BM, D])
         dv = warpgroup_mma(gl.convert_layout(p, operand), b_g, dv, is_async=True)
         dw = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, thin, 2)), c_0, dw, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, operand), b_q, dk, is_async=True)
         dv, dw, dk = warpgroup_mma_wait(0, deps=(dv, dw, dk))
         b_q, b_g = q_ring.index(after % STAGES).reshape([BM, D]), g_ring.index(after % STAGES).reshape([BM, D])
         s = warpgroup_mma(k_own, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if BEST:
-            other = warpgroup_mma(k_other, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        else:
-            other = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+        slope = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
         pass_turn(turn, part)
         mbarrier.arrive(empty.index(stage))
-    warpgroup_mma_wait(0, deps=(s, other))
+    warpgroup_mma_wait(0, deps=(s, slope))
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), i_n * BN + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     if part == 1:
         x_s.store(dv)
@@ -522,8 +508,8 @@ def key_part(
     part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
-    if BN == HALF:
-        component_block(part, shared, more, rest, BM, BN, D, STAGES, CAUSAL, BEST, POSITIONS)
+    if BN == HALF and not BEST:
+        component_block(part, shared, more, rest, BM, BN, D, STAGES, CAUSAL, POSITIONS)
     else:
         key_block(part, shared, more, rest, BM, BN, D, STAGES, CAUSAL, BEST, POSITIONS)
 
@@ -546,7 +532,7 @@ def key_kernel(
     full, empty, ready, turn = barriers(STAGES)
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=1)
-    if BN == HALF:
+    if BN == HALF and not BEST:
         x_s = gl.allocate_shared_memory(gl.float32, [BN, D], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     else:
         x_s = c_0
