@@ -1,10 +1,16 @@
 """Fixtures shared by the tests of the operators."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mgk.ops import blockwise_kernels
+
+if TYPE_CHECKING:
+    from tests.ops.machine import Machine
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +21,10 @@ def small_blocks() -> Iterator[None]:
         patch.setattr(blockwise_kernels, "KEY_BLOCK", 3)
         patch.setattr(blockwise_kernels, "BLOCK_NUMBERS", 24)  # two heads of full blocks
         yield
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    from tests.ops.machine import take_the_place_of_a_gpu  # with Triton, which not every test wants
+
+    return take_the_place_of_a_gpu(monkeypatch)

@@ -22,7 +22,7 @@ from tests.ops.triton_env import DEVICE, assert_graph_follows, rounded_exponent,
 # isort: split
 from mgk.ops import triton as kernels
 from mgk.ops.triton.bias import spans
-from mgk.ops.triton.tiles import Tile
+from mgk.ops.triton.tiles import Tile, override
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # see test_triton.py
 
@@ -40,7 +40,7 @@ def small_tiles() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, strict_memory():
         for family in ("shifted", "mixture"):
             for kernel, tile in tiles.items():
-                patch.setitem(kernels.tile_override, (family, kernel), tile)
+                patch.setitem(override, (family, kernel), tile)
         yield
 
 

@@ -92,7 +92,6 @@ def test_linear_relu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(got[2].double(), sums, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_linear_relu_with_dropout(p: float) -> None:
     """What is kept is scaled, forward and backward; as much is dropped as should be, and another seed drops others."""

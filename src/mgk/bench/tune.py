@@ -97,11 +97,10 @@ def passes(family: str, hard: bool, shape: Shape) -> dict[str, Callable[[], Any]
 
 def exchange(family: str, kernel: str, tile: Candidate) -> str:
     """Let a kernel take this tile, and say which pass it is part of."""
-    from mgk.ops import triton as ours
-    from mgk.ops.triton.tiles import Tile
+    from mgk.ops.triton.tiles import Tile, override
 
-    ours.tile_override.clear()
-    ours.tile_override[family, kernel] = Tile(*tile)
+    override.clear()
+    override[family, kernel] = Tile(*tile)
     return "forward" if kernel.endswith("forward") else "backward"
 
 

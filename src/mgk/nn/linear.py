@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mgk.ops.api import TRITON_DTYPES, small_kernels
+from mgk.ops.common import MANY_ROWS, NARROW
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-ROWS, WIDTH = 1 << 13, 1024  # fewer rows take no time, and for wider ones PyTorch has blocks enough
 INSIDE = 256  # where an activation is worth a kernel
 
 
@@ -77,10 +77,10 @@ def cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def pays(x: Tensor, bias: Tensor) -> bool:
     """Whether the bias wants a gradient that the kernel sums faster than PyTorch."""
     wanted = torch.is_grad_enabled() and bias.requires_grad and x.dtype in TRITON_DTYPES
-    return wanted and len(bias) <= WIDTH and x.numel() >= ROWS * x.shape[-1] and small_kernels(x)
+    return wanted and len(bias) <= NARROW and x.numel() >= MANY_ROWS * x.shape[-1] and small_kernels(x)
 
 
 def activation_pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether there is much between two products, of which backward is then one pass instead of three."""
     wanted = torch.is_grad_enabled() and bias is not None and bias.requires_grad and x.dtype in TRITON_DTYPES
-    return wanted and len(weight) >= INSIDE and x.numel() >= ROWS * x.shape[-1] and small_kernels(x)
+    return wanted and len(weight) >= INSIDE and x.numel() >= MANY_ROWS * x.shape[-1] and small_kernels(x)

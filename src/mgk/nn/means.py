@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mgk.nn.prior import over_processes
-from mgk.ops.common import compute_dtype
+from mgk.ops.common import compute_dtype, without_autocast
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -43,7 +43,7 @@ def update_means(
 ) -> None:
     """In place: `shift` and `log_variance` after one step. A component that explains no query keeps both."""
     dtype, width = compute_dtype(query.dtype), query.shape[-1]
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         q, k, b, log_s2 = (x.to(dtype) for x in (query, key, shift, log_variance))
         bias = -0.5 * width * log_s2[..., None]  # (H,M,1)
         if log_prior is not None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mgk.ops.common import without_autocast
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
@@ -75,7 +77,7 @@ def sums_of(x: Float[Tensor, "t e"], group: Int[Tensor, " t"], count: int) -> Fl
     """
     parts = math.gcd(len(x), PARTS)
     member = group.view(parts, 1, -1) == torch.arange(count, device=x.device)[:, None]  # (parts, C, T / parts)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return (member.to(x.dtype) @ x.reshape(parts, -1, x.shape[1])).sum(0)
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from mgk.ops import arguments as check
 from mgk.ops import blockwise, reference
-from mgk.ops.common import compute_dtype, shifted_keys
+from mgk.ops.common import MAX_QUERIES, compute_dtype, shifted_keys, without_autocast
+from mgk.ops.operator import is_watched
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -70,7 +72,7 @@ def mgk_attention(
     options = _options(query, key, key.shape[2], log_prior, variance, e_step, is_causal, key_mask, dropout_p)
     query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
     module = implementation(impl, query, value)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         output: Tensor = module.mgk_attention(query, key, value, *options, query_mask)
     return output
 
@@ -106,7 +108,7 @@ def smgk_attention(
     options = _options(query, key, shift.shape[1], log_prior, variance, e_step, is_causal, key_mask, dropout_p)
     query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
     module = implementation(impl, query, value)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         output: Tensor = module.smgk_attention(query, key, shift, value, *options, query_mask)
     return output
 
@@ -129,7 +131,7 @@ def attention_weights(
         query, key, key.shape[2], log_prior, variance, e_step, is_causal, key_mask, 0.0
     )
     visible = reference.visible_pairs(query, key.shape[-2], is_causal, key_mask)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         return reference.attention_weights(query, key, log_prior, s2, e_step, visible).to(query.dtype)
 
 
@@ -153,7 +155,7 @@ def responsibilities(
         query, key, key.shape[2], log_prior, variance, "soft", is_causal, key_mask, 0.0
     )
     visible = reference.visible_pairs(query, key.shape[-2], is_causal, key_mask)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         return reference.responsibilities(query, key, log_prior, s2, visible).to(query.dtype)
 
 
@@ -180,7 +182,7 @@ def prior_statistics(
     )
     query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
     module = implementation(impl, query, query)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(query):
         total, count = module.prior_statistics(query, key, shift, log_prior, s2, is_causal, key_mask, query_mask)
     return total, count
 
@@ -248,7 +250,7 @@ def update_components(
     module = implementation(impl, query, query)
     if not hasattr(module, "component_statistics"):
         raise ValueError(f"impl: expected 'auto', 'reference' or 'blockwise' for update_components, got {impl!r}")
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(query):
         # Distances do not change when queries and keys move together; about their mean the sums below cancel least.
         centre = query.to(compute_dtype(query.dtype)).mean(2, keepdim=True).nan_to_num(0)
         query, key = query - centre, key - centre[:, :, None]
@@ -276,6 +278,23 @@ def takes_rows(x: Tensor, width: int, impl: str) -> bool:
     return HAS_TRITON and fits and (impl == "triton" or (impl == "auto" and x.is_cuda))
 
 
+def takes_layer(x: Tensor, parameters: list[Tensor], dtype: torch.dtype, width: int, impl: str) -> bool:
+    """Whether all of a self-attention is one step on a GPU: its kernels fit, and nobody wants to see parts of it.
+
+    It computes the gradients of all parameters or of none.
+    """
+    few = x.shape[-2] <= MAX_QUERIES and not torch.is_grad_enabled()  # which have kernels of their own
+    return (
+        takes_rows(x, width, impl)
+        and dtype in TRITON_DTYPES
+        and x.numel() > 0
+        and not few
+        and not is_watched((x, *parameters))
+        and peek_interpreter_stack() is None
+        and (not torch.is_grad_enabled() or all(each.requires_grad for each in parameters))
+    )
+
+
 def rows_attention(
     query: Float[Tensor, "1 h t d"],
     key: Float[Tensor, "1 h m t d"] | Float[Tensor, "1 h t d"],
@@ -294,7 +313,7 @@ def rows_attention(
 
     components = key.shape[2] if shift is None else shift.shape[1]
     s2 = check.check_variance(variance, query.shape[1], components, query)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         options = value, log_prior, s2, e_step, is_causal, None, dropout_p, None, ends, longest
         if shift is None:
             return triton.mgk_attention(query, key, *options)

@@ -37,7 +37,7 @@ from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
 from mgk.ops.api import HAS_TRITON, IMPLEMENTATIONS, TRITON_DTYPES
-from mgk.ops.common import compute_dtype, shifted_keys
+from mgk.ops.common import compute_dtype, shifted_keys, without_autocast
 from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, check_feature_map, elu
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def linear_step(
         query, key, shift = check.check_query_key(query, key, shift)
     if query.shape[2] != key.shape[-2]:
         raise ValueError(f"key: expected one key per query, n = {query.shape[2]}, got {check.describe(key)}")
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         checked = _check(query, key, shift, value, log_prior, feature_map, key_mask)
         reads, keys, values = _prepare(query, key, shift, *checked)
         output, sums, exponent = _causal(reads, keys, values, *_join(state, reads, values))
@@ -185,7 +185,7 @@ def _attention(
     impl = check.check_choice("impl", impl, IMPLEMENTATIONS)
     values, prior, mask, phi = _check(query, key, shift, value, log_prior, feature_map, key_mask)
     road = _gpu_road(query, key, values, phi, is_causal, impl)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         if road == "kernels":
             from mgk.ops.triton import linear, scan  # not loaded before they are needed
 
@@ -225,7 +225,7 @@ def rows_attention(
     """Attention within the rows ends[b] to ends[b+1] for each b, of which none has more than `longest`; zero behind."""
     from mgk.ops.triton import linear as kernels  # not loaded before it is needed
 
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         return kernels.linear_attention(query, key, shift, value, log_prior, None, ends, longest)
 
 

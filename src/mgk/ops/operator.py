@@ -8,6 +8,8 @@ costs the host more than the launch of the kernel does. Where nothing looks, the
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import unwrap
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,16 +17,19 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd.function import once_differentiable
 
-PLAIN = (Tensor, nn.Parameter)
+PLAIN = {Tensor, nn.Parameter, NoneType, bool, int, float, str, torch.dtype}
 DERIVATIVES = (TransformType.Grad, TransformType.Jvp)  # forward mode is an error; an operator would say zero
 num_modes = torch._C._len_torch_dispatch_stack
 
 
 class Operator:
-    """`function` as torch.ops.mgk.`name`, which is `.op`; a call takes it or the short way, with the same result."""
+    """`function` as torch.ops.mgk.`name`, which is `.op`; a call takes it or the short way, with the same result.
+
+    `.launcher` is the function without anything around it, for others that are one operator together with it.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str, device_types: str | None) -> None:
-        self.function, self.direct = function, function
+        self.function, self.direct, self.launcher = function, function, unwrap(function)
         self.transformed = transformable(function, no_gradient, no_context)
         self.op = torch.library.custom_op(f"mgk::{name}", function, mutates_args=(), device_types=device_types)
         self.register_fake = self.op.register_fake
@@ -49,9 +54,7 @@ def operator(name: str, device_types: str | None = None) -> Callable[[Callable[.
 def is_watched(inputs: tuple[Any, ...]) -> bool:
     """Whether something may want to see an operator: a compiler, a mode, another kind of tensor."""
     return (
-        torch.compiler.is_compiling()
-        or num_modes() > 0
-        or any(isinstance(each, Tensor) and (type(each) not in PLAIN or each.is_meta) for each in inputs)
+        torch.compiler.is_compiling() or num_modes() > 0 or not PLAIN.issuperset(map(type, inputs)) or inputs[0].is_meta
     )
 
 

@@ -15,13 +15,15 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mgk.ops.common import MAX_QUERIES
 from mgk.ops.operator import operator
 from mgk.ops.triton import mixture, primitives, shifted, short
 from mgk.ops.triton.bias import key_bias, prior_positions, shifted_bias, side_by_side, spans
-from mgk.ops.triton.decode import MAX_QUERIES, decode_attention
+from mgk.ops.triton.decode import decode_attention
 from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision, draw_seed, dropout_numbers
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.prior import prior_statistics
+from mgk.ops.triton.repeat import repeated
 from mgk.ops.triton.tiles import Tile, choose
 
 __all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
@@ -34,8 +36,6 @@ LOG2E = math.log2(math.e)
 MAX_WIDTH = 256
 PAD = primitives.PAD.value
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# What the last sweep wants instead of the table, (family, kernel) -> Tile; see mgk.bench.
-tile_override: dict[tuple[str, str], Tile] = {}
 
 
 def mgk_attention(
@@ -132,14 +132,13 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
 
 def like(tensor: Tensor, *shape: int) -> Tensor:
     """Fresh memory with `shape`, laid out as `tensor` is: (B,N,H,D) in memory stays so."""
-    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
-    result = torch.empty([shape[axis] for axis in order], device=tensor.device, dtype=tensor.dtype)
-    return result.permute([order.index(axis) for axis in range(len(order))])
+    strides, step = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (tensor.stride(axis), -axis)):
+        strides[axis], step = step, step * max(1, shape[axis])
+    return torch.empty_strided(shape, strides, device=tensor.device, dtype=tensor.dtype)
 
 
 def tile(family: str, kernel: str, query: Tensor, value: Tensor, components: int) -> Tile:
-    if (family, kernel) in tile_override:
-        return tile_override[family, kernel]
     width = max(block_width(query.shape[-1]), block_width(value.shape[-1]))
     return choose(family, kernel, width, components, query.element_size())
 
@@ -226,6 +225,7 @@ def strides(*tensors: Tensor, packed: bool = False) -> list[int]:
 
 
 @operator("triton_shifted")
+@repeated
 def shifted_forward(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
     query_mask: Tensor | None, seed: Tensor | None, ends: Tensor | None, variance: float, hard: bool, causal: bool,
@@ -307,6 +307,7 @@ def new_gradients(
 
 
 @operator("triton_shifted_backward")
+@repeated
 def shifted_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, ends: Tensor | None, output: Tensor,
@@ -316,11 +317,24 @@ def shifted_backward(
     """Gradients of query, key and value; (H,M,BD+1), those of shift and, last, of the prior of a head; and those of a
     prior per position (B,H,M,Nk), empty where there is none.
     """
+    return shifted_gradients(
+        new_gradients(query, key, value, log_prior, hard, ends), grad, query, key, shift, value, log_prior, key_mask,
+        query_mask, seed, ends, output, rows, keys, narrow_keys, far, variance, hard, causal, dropout_p, longest,
+    )  # fmt: skip
+
+
+def shifted_gradients(
+    room: list[Tensor], grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor,
+    log_prior: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
+    ends: Tensor | None, output: Tensor, rows: Tensor, keys: Tensor, narrow_keys: Tensor, far: Tensor, variance: float,
+    hard: bool, causal: bool, dropout_p: float, longest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`shifted_backward` into the `room` of `new_gradients`."""
     heads, width, components, packed = query.shape[1], query.shape[-1], shift.shape[1], ends is not None
     batch, num_queries, num_keys = lengths(query, key, ends, longest)
     if not packed and is_short(query, key, value, components):
-        return short_backward(
-            grad, query, key, shift, value, log_prior, key_mask, seed, output, rows, keys, far, variance, hard, causal,
+        return short_gradients(
+            room, grad, query, key, shift, value, key_mask, seed, output, rows, keys, far, variance, hard, causal,
             dropout_p,
         )  # fmt: skip
     on_queries = tile("shifted", "query", query, value, components)
@@ -329,7 +343,7 @@ def shifted_backward(
     masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
     wide = GLUON and masks is None and not dropout_p and hopper.fits(components, query, key, value, grad)
     parts = query_blocks + (keys.shape[-1] // hopper.HALF.value if wide else key_blocks)
-    *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, ends)
+    *grads, grad_bias = room
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(rows.shape[0], rows.shape[-1], max(1 << components.bit_length(), lanes(on_keys)))
     part = empty(batch, heads, parts, components, block_width(width) + 1)
@@ -384,17 +398,17 @@ def is_short(query: Tensor, key: Tensor, value: Tensor, components: int) -> bool
     return 0 < max(query.shape[2], key.shape[2]) <= SHORT and width <= 64 and query.dtype == torch.bfloat16
 
 
-def short_backward(
-    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None,
+def short_gradients(
+    room: list[Tensor], grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor,
     key_mask: Tensor | None, seed: Tensor | None, output: Tensor, rows: Tensor, keys: Tensor, far: Tensor,
     variance: float, hard: bool, causal: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, heads, num_queries, _), num_keys, components = query.shape, key.shape[2], shift.shape[1]
-    *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, None)
+    *grads, grad_bias = room
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     settings = common(query, key, value, components)
     del settings["PRECISION"]
-    width, sizes = settings["BD"], rows[:, 0].shape
+    width, sizes = settings["BD"], (rows.shape[0], rows.shape[-1])
     rest = COLUMNS + (0 if hard else components - 1) * (width + settings["BV"])
     part = empty(batch, heads, components, width + 1)
     if batch * heads:
@@ -411,6 +425,7 @@ def short_backward(
 
 
 @operator("triton_mixture")
+@repeated
 def mixture_forward(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, ends: Tensor | None, variance: float,
@@ -469,6 +484,7 @@ def mixture_results(
 
 
 @operator("triton_mixture_backward")
+@repeated
 def mixture_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, per_component: Tensor | None,
     key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, ends: Tensor | None, output: Tensor,
@@ -478,6 +494,20 @@ def mixture_backward(
     """Gradients of query, key and value; (H,M,2), those of the prior and the variance of a head; and those of a prior
     per position (B,H,M,Nk), empty where there is none.
     """
+    return mixture_gradients(
+        new_gradients(query, key, value, log_prior, hard, ends), grad, query, key, value, log_prior, per_component,
+        key_mask, query_mask, seed, ends, output, rows, keys, narrow_keys, far, variance, hard, causal, dropout_p,
+        longest,
+    )  # fmt: skip
+
+
+def mixture_gradients(
+    room: list[Tensor], grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None,
+    per_component: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
+    ends: Tensor | None, output: Tensor, rows: Tensor, keys: Tensor, narrow_keys: Tensor, far: Tensor, variance: float,
+    hard: bool, causal: bool, dropout_p: float, longest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`mixture_backward` into the `room` of `new_gradients`."""
     heads, components, packed = query.shape[1], key.shape[2], ends is not None
     batch, num_queries, num_keys = lengths(query, key, ends, longest)
     on_queries = tile("mixture", "query", query, value, components)
@@ -487,7 +517,7 @@ def mixture_backward(
     query_parts = query_blocks if varied else 0  # only then do queries contribute
     masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
     wide = GLUON and masks is None and not dropout_p and not varied and hopper.fits(components, query, key, value, grad)
-    *grads, grad_bias = new_gradients(query, key, value, log_prior, hard, ends)
+    *grads, grad_bias = room
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(*rows.shape, max(2, lanes(on_keys)))
     parts = query_parts + (keys.shape[-1] // hopper.HALF.value if wide else key_blocks)

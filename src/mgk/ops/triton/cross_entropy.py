@@ -26,6 +26,7 @@ from mgk.ops.operator import operator
 from mgk.ops.triton.host import block_width, dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile, store_tile
+from mgk.ops.triton.repeat import repeated
 
 MAX_WIDTH = 256
 SPLIT, SPLITS = 4096, 8  # tokens of a split at least, and how many of them at most
@@ -200,6 +201,7 @@ def split(num_tokens: int, block: int) -> tuple[int, int]:
 
 
 @operator("cross_entropy")
+@repeated
 def cross_entropy_forward(
     x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -221,6 +223,7 @@ def cross_entropy_results(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @operator("cross_entropy_backward")
+@repeated
 def cross_entropy_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

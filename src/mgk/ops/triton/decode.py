@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mgk.ops.common import MAX_QUERIES
 from mgk.ops.triton.host import dense, dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile, online_softmax, widened
 
-MAX_QUERIES = 16
 PROGRAMS, MASKED_PROGRAMS = 8, 32  # per multiprocessor: several tiles are under way while one is computed
 SPLIT_TILES = 4  # a split has at least so many key tiles, or joining costs more than it brings
 MAX_SPLITS = 256

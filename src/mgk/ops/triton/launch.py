@@ -15,6 +15,8 @@ A new key, and whatever is not known to be safe, takes the ordinary road through
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from functools import reduce
 from inspect import Parameter
 from operator import attrgetter, itemgetter, or_
@@ -53,15 +55,11 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) 
     Every launch calls Triton's launch hooks. What a repeated one leaves out are Triton's check that the globals which
     the kernel reads are what they were when it was compiled, and the driver's that it knows each address.
     """
-    if type(kernel) not in KERNELS:  # Triton's interpreter
-        kernel[grid](*args, **constants)
-        return
-    call = id(kernel), tuple(map(type, args)), tuple(constants)
-    plan = plans.get(call) or plans.setdefault(call, Plan(kernel, *call[1:]))
-    tensors = plan.tensors(args)
+    plan = plan_of(kernel, args, constants)
+    tensors = plan.tensors(args) if plan else ()
     devices = set(map(get_device, tensors))
-    if len(devices) != 1 or -1 in devices:  # Triton knows what to say to tensors on the CPU
-        kernel[grid](*args, **constants)
+    if plan is None or len(devices) != 1 or -1 in devices:  # Triton knows what to say to tensors on the CPU
+        ordinary(kernel, grid, args, constants)
         return
     (device,), driver = devices, triton.runtime.driver.active
     if device != driver.get_current_device():
@@ -69,7 +67,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) 
             launch(kernel, grid, *args, **constants)
         return
     if not plan.direct or kernel.pre_run_hooks or knobs.runtime.add_stages_inspection_hook is not None:
-        kernel[grid](*args, **constants)
+        ordinary(kernel, grid, args, constants)
         return
     addresses, values = tuple(map(address, tensors)), tuple(constants.values())
     key = (
@@ -80,19 +78,44 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) 
     )  # fmt: skip
     found = plan.compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*args, **constants)
+        compiled = ordinary(kernel, grid, args, constants)
         if isinstance(compiled, CompiledKernel):
             plan.compiled[key] = compiled, [constants.get(each.name, each.default) for each in plan.rest]
         return
     (compiled, rest), blocks, first = found, (*grid, 1, 1)[:3], list(args)
     for place, pointer in zip(plan.places, addresses, strict=True):
         first[place] = pointer
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if getattr(hooks[0], "calls", hooks[0]) or getattr(hooks[1], "calls", hooks[1]):
+    if has_hooks():
         compiled[blocks](*first, *rest)
     else:  # the same, without preparing for hooks
-        stream = driver.get_current_stream(device)
-        compiled.run(*blocks, stream, compiled.function, compiled.packed_metadata, None, None, None, *first, *rest)
+        run(compiled, blocks, driver.get_current_stream(device), [*first, *rest])
+    if recording.writer is not None:
+        recording.writer.launched(compiled, blocks, device, args, rest)
+
+
+def ordinary(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """The launch that Triton itself does; what it returns."""
+    with nullcontext() if recording.writer is None else recording.writer.launching(kernel, grid, args, constants):
+        return kernel[grid](*args, **constants)
+
+
+def run(compiled: CompiledKernel, blocks: tuple[int, ...], stream: int, args: list[Any]) -> None:
+    """With addresses for tensors, and without hooks."""
+    compiled.run(*blocks, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
+def has_hooks() -> bool:
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(hooks[0], "calls", hooks[0]) or getattr(hooks[1], "calls", hooks[1]))
+
+
+class Recording(threading.local):
+    """Who writes down the launches of this thread, if anybody; see repeat.py."""
+
+    writer: Any = None
+
+
+recording = Recording()
 
 
 class Plan:
@@ -120,6 +143,14 @@ class Plan:
             and all(kernel.arg_names.index(name) in kernel.constexprs for name in names if name in kernel.arg_names)
             and all(parameter.kind is not Parameter.VAR_POSITIONAL for parameter in parameters)
         )
+
+
+def plan_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Plan | None:
+    """None for Triton's interpreter."""
+    if type(kernel) not in KERNELS:
+        return None
+    call = id(kernel), tuple(map(type, args)), tuple(constants)
+    return plans.get(call) or plans.setdefault(call, Plan(kernel, *call[1:]))
 
 
 KINDS = (int, float, bool, NoneType, *DESCRIPTORS)

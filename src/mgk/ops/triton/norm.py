@@ -21,6 +21,7 @@ from torch import Tensor
 from mgk.ops.operator import operator
 from mgk.ops.triton.host import dropout_numbers
 from mgk.ops.triton.launch import launch
+from mgk.ops.triton.repeat import repeated
 from mgk.ops.triton.rows import column_sums, dropped, load_rows, store_rows
 
 PROGRAMS = 528  # four for each multiprocessor of an H200
@@ -119,6 +120,7 @@ def gradients(
 
 
 @operator("layer_norm")
+@repeated
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Of x (..., E): y, in `dtype`, and mean and rstd of each row (T,2)."""
     y, moments = layer_norm_results(x, weight, bias, eps, dtype)
@@ -135,6 +137,7 @@ def layer_norm_results(
 
 
 @operator("layer_norm_backward")
+@repeated
 def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of x; those of weight and bias (2,E)."""
     x = x.contiguous()
@@ -161,6 +164,7 @@ layer_norm.register_autograd(layer_norm_autograd, setup_context=keep_for_backwar
 
 
 @operator("add_norm")
+@repeated
 def add_norm(
     x: Tensor, added: Tensor, seed: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dropout_p: float,
     dtype: torch.dtype,
@@ -180,6 +184,7 @@ def add_norm_results(
 
 
 @operator("add_norm_backward")
+@repeated
 def add_norm_backward(
     grad: Tensor, of_total: Tensor | None, total: Tensor, seed: Tensor | None, weight: Tensor, moments: Tensor,
     dropout_p: float, dtype: torch.dtype,

@@ -17,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
+from mgk.ops.common import MANY_ROWS, NARROW
 from mgk.ops.operator import operator
 from mgk.ops.triton.host import dropout_numbers
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import hash32
+from mgk.ops.triton.repeat import repeated
 
 PROGRAMS = 264  # two for each multiprocessor of an H200
 FEW = 528  # rows; no fewer than PROGRAMS
@@ -67,6 +69,12 @@ def column_sums(x: Tensor) -> Tensor:
     return parts[0] if few else column_sums(parts)
 
 
+def bias_gradient(rows: Tensor) -> Tensor:
+    """Sums of columns in float32, of rows (T,E) by whatever is faster."""
+    many = rows.shape[0] >= MANY_ROWS and rows.shape[1] <= NARROW
+    return column_sums(rows) if many else rows.sum(0, dtype=torch.float32)
+
+
 @operator("linear_rows")
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x weight^T + bias, of x (...,E) and weight in one type; the bias may be wider, and so is its gradient."""
@@ -79,6 +87,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @operator("linear_rows_backward")
+@repeated
 def linear_rows_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the weight and, in float32, of the bias."""
     rows = grad.reshape(-1, grad.shape[-1])
@@ -194,6 +203,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None, dropout_p: f
 
 
 @operator("linear_relu_backward")
+@repeated
 def linear_relu_backward(
     grad: Tensor, output: Tensor, x: Tensor, weight: Tensor, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,6 +51,7 @@ from mgk.ops.triton.linear import (
     settings,
 )
 from mgk.ops.triton.primitives import LOG2E, NEVER, load_tile, store_tile, zeros_tuple
+from mgk.ops.triton.repeat import repeated
 
 COUNTS = ("H", "positions")
 ROOM = 60  # bits
@@ -401,6 +402,7 @@ def how_to(
 
 
 @operator("triton_scan")
+@repeated
 def scan_forward(
     query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None
 ) -> Tensor:
@@ -416,6 +418,7 @@ def scan_forward(
 
 
 @operator("triton_scan_backward")
+@repeated
 def scan_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
     key_mask: Tensor | None,

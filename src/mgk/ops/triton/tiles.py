@@ -48,9 +48,14 @@ TABLE: dict[tuple[str, str, int], Tile] = {
     ("mixture", "key", 128): Tile(32, 128, 8, 1),
 }
 
+# What a sweep wants instead, (family, pass) -> tile; see mgk.bench.tune.
+override: dict[tuple[str, str], Tile] = {}
+
 
 def choose(family: str, kernel: str, width: int, components: int, element_size: int) -> Tile:
     """`width` is the larger of the block widths of keys and values."""
+    if (family, kernel) in override:
+        return override[family, kernel]
     small = Tile(64, 32, 4, 2) if kernel != "key" else Tile(32, 64, 4, 2)
     if width > 128 or (element_size > 2 and width > 64):
         return Tile(32, 32, 4, 1) if element_size > 2 or components > 2 else Tile(64, 32, 8, 2)
