@@ -33,6 +33,7 @@ from mgk.nn.prior import mean_key, prior_statistics, update_log_prior
 from mgk.nn.softmax import packed_softmax_attention, softmax_attention, softmax_weights
 from mgk.ops import api
 from mgk.ops import arguments as check
+from mgk.ops.common import without_autocast
 from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 from mgk.ops.feature_maps import FeatureMap
 from mgk.ops.linear import linear_step, mlk_attention, rows_attention, smlk_attention, takes_rows
@@ -275,6 +276,10 @@ class MixtureAttention(nn.Module):
         else:
             query_mask = key_mask("query_padding_mask", query_padding_mask, "B,Nq", (len(query), query.shape[1]), query)
         seen: Options = {"is_causal": is_causal or self.causal or cache is not None, "key_mask": mask}
+        if is_self and value is query and cache is None and rotary is None and not need_weights:
+            whole = self._whole(query, seen["is_causal"], mask, query_mask)
+            if whole is not None:
+                return (whole if batched else whole[0]), None
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             q, k, v = self._project(query, key, value)
@@ -313,6 +318,9 @@ class MixtureAttention(nn.Module):
         self._check_positions(packing.shape[1])
         check_rotation(rotary, self.rotary_dim, packing.shape, self.head_dim, True)
         is_causal = is_causal or self.causal
+        whole = self._whole(x, is_causal, None, None, packing) if rotary is None else None
+        if whole is not None:
+            return whole.squeeze(0)
         heads = self._rows(x, packing, is_causal) if rotary is None else None
         if heads is not None:
             return through(self.out_proj, heads.transpose(1, 2).flatten(2).squeeze(0))
@@ -324,6 +332,36 @@ class MixtureAttention(nn.Module):
         if self._steps:
             self._m_step(q, k, seen, packing.mask)
         return through(self.out_proj, packing.pack(heads.transpose(1, 2).flatten(2)))
+
+    def _whole(
+        self,
+        x: Float[Tensor, "b n e"],
+        is_causal: bool,
+        mask: Tensor | None,
+        query_mask: Tensor | None,
+        packing: Packing | None = None,
+    ) -> Float[Tensor, "b n e"] | None:
+        """Projections and attention as one operator, where there is one; of (1,T,E) with `packing`."""
+        projections = (*self._inputs, self.out_proj)
+        if self.variant not in GAUSSIAN or self.moving or self.log_variance is not None or self.rotary_dim:
+            return None
+        if torch.compiler.is_compiling() or not all(map(plain_linear, projections)):
+            return None
+        weights, biases = ([getattr(each, name) for each in projections] for name in ("weight", "bias"))
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+        parameters = [each for each in (*weights, *biases, self.shift, self.log_prior) if each is not None]
+        same = len({each.dtype for each in weights} | (set() if autocast else {x.dtype})) == 1
+        if not same or not api.takes_layer(x, parameters, dtype, self.head_dim, self.impl):
+            return None
+        from mgk.ops.triton.layer import attention_layer  # not loaded before it is needed
+
+        ends, longest = (None, 0) if packing is None else (packing.ends, packing.shape[1])
+        with without_autocast(x):
+            return attention_layer(
+                x, weights, biases, self.shift, self.log_prior, mask, query_mask, ends, longest, self.head_dim,
+                self.e_step, is_causal, self._dropout_p, dtype,
+            )  # fmt: skip
 
     def _rows(self, x: Float[Tensor, "1 t e"], packing: Packing, is_causal: bool) -> Float[Tensor, "1 h t d"] | None:
         """The heads, where kernels read packed rows as they lie; None where they do not."""
