@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mgk
 from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs, attend, cases
 from tests.ops.test_precision import eager
-from tests.ops.triton_env import DEVICE, rounded_exponent, strict_memory
+from tests.ops.triton_env import DEVICE, check_overflow, rounded_exponent, strict_memory
 
 # isort: split
 import triton
@@ -83,6 +83,18 @@ def assert_close(inputs: Inputs, options: dict[str, Any], scale: float = 1.0) ->
 @given(case=cases(B=1, H=st.integers(1, 2), Nq=st.integers(1, 40), Nk=st.integers(1, 40), D=st.integers(1, 20)))
 def test_agrees_with_the_reference(case: Case) -> None:
     assert_close(case.inputs(torch.float32), case.options())
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter looks for it")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_integer_overflows(variant: str, dtype: torch.dtype) -> None:
+    """The other tests do not look, which would take them half as long again."""
+    check_overflow(True)
+    try:
+        run(replace(CASE, variant=variant).inputs(dtype), "triton", {"is_causal": True, "dropout_p": 0.3})
+    finally:
+        check_overflow(False)
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
