@@ -247,7 +247,7 @@ def test_launches_are_those_of_the_launcher(machine: Machine, played: list[Tape]
     launcher = launches_of((GluonJITFunction if described else JITFunction)(example), described)
     function = repeated(launcher)
     for seed, call in enumerate([launcher, function, function, launcher, function, function]):
-        x = normal(3, 16, seed=seed)
+        x = torch.full([3, 16], float(seed))
         result, room = call(x, 5)
         names = {
             x.data_ptr() + 64: "x[1]", result.data_ptr(): "result", room.data_ptr(): "room",
@@ -272,7 +272,7 @@ def test_launches_go_to_the_stream_of_the_moment(machine: Machine, monkeypatch: 
     function = repeated(launches_of(JITFunction(example), described=False))
     for stream in (100, 101, 102, 103):
         monkeypatch.setattr(machine, "get_current_stream", lambda device, stream=stream: stream)
-        function(normal(3, 16), 5)
+        function(torch.ones(3, 16), 5)
         assert [launched[2] for launched in machine.launches[-2:]] == [stream] * 2
 
 
@@ -281,9 +281,9 @@ def test_another_device_is_the_launchers_to_find(
 ) -> None:
     function = repeated(launches_of(JITFunction(example), described=False))
     for _ in range(3):
-        function(normal(3, 16), 5)
+        function(torch.ones(3, 16), 5)
     machine.device = 1
-    function(normal(3, 16), 5)
+    function(torch.ones(3, 16), 5)
     assert len(played) == 1
     assert [launched[2] for launched in machine.launches] == [100] * 8
     assert machine.device == 1
@@ -295,7 +295,7 @@ def test_hooks_of_triton_see_every_launch(
 ) -> None:
     function = repeated(launches_of(JITFunction(example), described=False))
     for _ in range(3):
-        function(normal(3, 16), 5)
+        function(torch.ones(3, 16), 5)
     calls: list[Any] = []
 
     def note(*about: Any) -> tuple[str, str]:
@@ -303,6 +303,6 @@ def test_hooks_of_triton_see_every_launch(
         return "key", "hash"
 
     monkeypatch.setattr(knobs.runtime, hook, note)
-    function(normal(3, 16), 5)
+    function(torch.ones(3, 16), 5)
     assert len(played) == 1
     assert calls
