@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mgk
 from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs, attend, cases
 from tests.ops.test_precision import eager
-from tests.ops.triton_env import DEVICE, check_overflow, rounded_exponent, strict_memory
+from tests.ops.triton_env import DEVICE, overflow_checked, rounded_exponent, strict_memory
 
 # isort: split
 import triton
@@ -41,7 +41,7 @@ def small_tiles() -> Iterator[None]:
         "forward": Tile(16, 16, 4, 1), "query": Tile(16, 16, 4, 1), "key": Tile(16, 32, 4, 1),
         "short forward": Tile(16, 32, 4, 1), "short backward": Tile(16, 32, 4, 1),
     }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch, strict_memory():
+    with pytest.MonkeyPatch.context() as patch, strict_memory(), overflow_checked(False):
         for family in ("shifted", "mixture"):
             for kernel, tile in tiles.items():
                 patch.setitem(override, (family, kernel), tile)
@@ -89,12 +89,9 @@ def test_agrees_with_the_reference(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_integer_overflows(variant: str, dtype: torch.dtype) -> None:
-    """The other tests do not look, which would take them half as long again."""
-    check_overflow(True)
-    try:
+    """The other tests here do not look, which would take them half as long again."""
+    with overflow_checked(True):
         run(replace(CASE, variant=variant).inputs(dtype), "triton", {"is_causal": True, "dropout_p": 0.3})
-    finally:
-        check_overflow(False)
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)

@@ -70,14 +70,22 @@ def hasten() -> None:
         return self.rewrite()(*args, **kwargs)
 
     interpreter._patch_lang, interpreter.InterpretedFunction.__call__ = for_a_launch, call
-    check_overflow(False)
 
 
-def check_overflow(wanted: bool) -> None:
-    """Of every sum and product of integers: a third of the time of a kernel."""
+@contextmanager
+def overflow_checked(wanted: bool) -> Iterator[None]:
+    """Whether the interpreter looks for it in every sum and product of integers, a third of the time of a kernel."""
+    if DEVICE == "cuda":
+        yield
+        return
     from triton.runtime import interpreter
 
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=wanted)
+    builder = interpreter.interpreter_builder
+    before, builder.options = builder.options, interpreter.InterpreterOptions(sanitize_overflow=wanted)
+    try:
+        yield
+    finally:
+        builder.options = before
 
 
 if DEVICE == "cpu":
