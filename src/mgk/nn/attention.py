@@ -33,7 +33,6 @@ from mgk.nn.prior import mean_key, prior_statistics, update_log_prior
 from mgk.nn.softmax import packed_softmax_attention, softmax_attention, softmax_weights
 from mgk.ops import api
 from mgk.ops import arguments as check
-from mgk.ops.common import without_autocast
 from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 from mgk.ops.feature_maps import FeatureMap
 from mgk.ops.linear import linear_step, mlk_attention, rows_attention, smlk_attention, takes_rows
@@ -357,11 +356,10 @@ class MixtureAttention(nn.Module):
         from mgk.ops.triton.layer import attention_layer  # not loaded before it is needed
 
         ends, longest = (None, 0) if packing is None else (packing.ends, packing.shape[1])
-        with without_autocast(x):
-            return attention_layer(
-                x, weights, biases, self.shift, self.log_prior, mask, query_mask, ends, longest, self.head_dim,
-                self.e_step, is_causal, self._dropout_p, dtype,
-            )  # fmt: skip
+        return attention_layer(
+            x, weights, biases, self.shift, self.log_prior, mask, query_mask, ends, longest, self.head_dim,
+            self.e_step, is_causal, self._dropout_p, dtype,
+        )  # fmt: skip
 
     def _rows(self, x: Float[Tensor, "1 t e"], packing: Packing, is_causal: bool) -> Float[Tensor, "1 h t d"] | None:
         """The heads, where kernels read packed rows as they lie; None where they do not."""

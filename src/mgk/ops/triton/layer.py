@@ -11,6 +11,7 @@ B batch, H heads, M components, N positions, D width of a head, E width of the m
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def attention_layer(
     """
     rest = map(contiguous, (shift, log_prior, key_mask, query_mask, draw_seed(dropout_p, x), ends))
     options = longest, head_dim, e_step == "hard", is_causal, dropout_p
-    y: Tensor = Layer.apply(x, *weights, *biases, *rest, *options, dtype)  # type: ignore[no-untyped-call]
+    with without_autocast(x):
+        y: Tensor = Layer.apply(x, *weights, *biases, *rest, *options, dtype)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -67,10 +69,10 @@ class Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wide, of_weights, of_biases = ctx.dtypes
-        *_, shift, log_prior, _, _, _, _ = ctx.saved_tensors
+        (wide, of_weights, of_biases), saved = ctx.dtypes, ctx.saved_tensors
+        *_, shift, log_prior, _, _, _, _ = saved
         with without_autocast(grad):
-            results = layer_backward(grad, *ctx.saved_tensors, *ctx.options, of_biases is not None)
+            results = layer_backward(grad, *saved, *ctx.options, of_biases is not None)
         grad_x, grad_weight, grad_out, sums, out_sums, total = results
         head_dim, hard = ctx.options[1:3]
         sizes = sizes_of(grad_weight.shape[0], grad_out.shape[1])
@@ -115,7 +117,7 @@ def layer_forward(
     query, key, value = heads_of(qkv, out_weight.shape[1], head_dim, shift is None)
     require_support(query, value)
     masks = key_mask, query_mask, seed, ends
-    options = head_dim**0.5, hard, causal, dropout_p, longest
+    options = math.sqrt(head_dim), hard, causal, dropout_p, longest
     if shift is None:
         kept = mixture_forward.launcher(query, key, value, log_prior, None, *masks, *options)
     else:
@@ -138,7 +140,7 @@ def layer_backward(
     room = [*heads_of(grad_qkv, inner, head_dim, shift is None), grad.new_empty(0, dtype=torch.float32)]
     grad_heads = (grad @ out_weight).unflatten(-1, (-1, head_dim)).transpose(1, 2)
     rest = key_mask, query_mask, seed, ends, output, rows, keys, narrow_keys, far
-    options = head_dim**0.5, hard, causal, dropout_p, longest
+    options = math.sqrt(head_dim), hard, causal, dropout_p, longest
     if shift is None:
         total = mixture_gradients(room, grad_heads, query, key, value, log_prior, None, *rest, *options)[3]
     else:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton import knobs
 
+from mgk.ops.operator import num_modes
 from mgk.ops.triton.launch import DESCRIPTORS, address, has_hooks, launch, recording, run, settings
 from mgk.ops.triton.tiles import override
 
@@ -41,7 +42,7 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: torch.sum, aten.zeros.default: torch.zeros, aten.zero_.default: Tensor.zero_,
     aten.copy_.default: Tensor.copy_,
 }  # fmt: skip
-num_modes, precision = torch._C._len_torch_dispatch_stack, torch.get_float32_matmul_precision
+precision = torch.get_float32_matmul_precision
 all_tapes: list[dict[Any, Tape | None]] = []
 
 
@@ -52,7 +53,7 @@ def repeated(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(launcher)
     def call(*inputs: Any) -> Any:
-        if num_modes() or peek_interpreter_stack() is not None or is_watched():
+        if num_modes() or peek_interpreter_stack() is not None or shows_launches():
             return launcher(*inputs)
         tensors: list[Tensor] = []
         key: list[Any] = [settings(knobs), precision(), *override.items()]
@@ -81,8 +82,8 @@ def repeated(launcher: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def is_watched() -> bool:
-    """Whether Triton is to show what it compiles or launches."""
+def shows_launches() -> bool:
+    """Whether Triton is to show somebody what it compiles or launches."""
     return has_hooks() or knobs.runtime.add_stages_inspection_hook is not None
 
 
