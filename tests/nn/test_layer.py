@@ -5,7 +5,7 @@ B batch, N positions, E width of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import cycle
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mgk.nn import MixtureAttention
 from mgk.nn.packing import Packing
-from tests.ops.triton_env import DEVICE
+from tests.ops.triton_env import DEVICE, overflow_checked
 
 # isort: split
 from mgk.nn.embeddings import Rotation
@@ -27,6 +27,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 BATCH, LENGTH, EMBED = 2, 19, 24
 REAL = torch.arange(LENGTH, device=DEVICE) < torch.tensor([[19], [11]], device=DEVICE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hasty() -> Iterator[None]:
+    """The tests of the kernels look at integers."""
+    with overflow_checked(False):
+        yield
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

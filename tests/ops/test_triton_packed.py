@@ -193,6 +193,13 @@ def test_low_precision(case: Case, e_step: str, scale: float) -> None:
         assert error <= 2 * allowed + 2 * torch.finfo(torch.bfloat16).eps * terms, name
 
 
+@pytest.mark.parametrize("variant", ["mgk", "smgk"])
+def test_no_integer_overflows(variant: str) -> None:
+    """The interpreter looks for it here; in the other tests it does not."""
+    with overflow_checked(True):
+        packed_results(numbers(replace(CASE, variant=variant)), {"is_causal": True, "dropout_p": 0.4})
+
+
 @pytest.mark.parametrize(("variant", "dtype"), [("mgk", torch.float32), ("smgk", torch.bfloat16)])
 def test_the_padded_batch_drops_the_same_weights(
     variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.ops.triton_env import DEVICE
+from tests.ops.triton_env import DEVICE, overflow_checked
 
 # isort: split
 import triton.language as tl
@@ -31,6 +31,13 @@ from tests.ops.machine import Machine, launching
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, in the interpreter
 
 Launcher = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hasty() -> Iterator[None]:
+    """The tests of the kernels look at integers."""
+    with overflow_checked(False):
+        yield
 
 
 @pytest.fixture
