@@ -9,7 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mgk.ops.triton import hopper, hopper_mixture
+from mgk.ops.triton import hopper, hopper_mixture, hopper_short
+
+MEMORY = 233472  # what a multiprocessor has; each program takes 1,024 bytes more than it asks for
 
 
 def descriptor(rows: int, width: int, layout: Any, kind: str = "bf16", rank: int = 2) -> str:
@@ -42,10 +44,33 @@ def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> An
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
+def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool = True) -> Any:
+    kernel = getattr(hopper_short, name)
+    constants = {
+        "D": width, "TQ": 4, "TK": 4, "CAUSAL": causal, "EVEN": even, "BEST": hard, "POSITIONS": causal,
+        "PRIOR_AXES": 0 if hard else 2,
+    }  # fmt: skip
+    constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
+    kinds = {
+        **dict.fromkeys(("Q", "K", "V", "OUT", "DO", "DQ", "DK", "DV"), "*bf16"),
+        **dict.fromkeys(("SHIFT", "PRIOR", "KEYS", "ROWS", "FAR_HEADS", "DLW", "PART"), "*fp32"),
+        **dict.fromkeys(("scale", "inverse_variance"), "fp32"),
+    }  # fmt: skip
+    signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}
+    source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(each),): v for each, v in constants.items()})
+    options = {"num_warps": 4, "maxnreg": hopper_short.REGISTERS[width]}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
 if __name__ == "__main__":
     names = "forward_kernel", "query_kernel", "key_kernel"
     for module, name, width in product((hopper, hopper_mixture), names, (64, 128)):
         hard = (width == 64) == (name == "query_kernel")
         result = compiled(module, name, width, hard, causal=hard == (module is hopper))
-        if result.metadata.shared > 232448:  # what a multiprocessor has
+        if result.metadata.shared + 1024 > MEMORY:
+            raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
+    for name, (width, programs) in product(("forward_kernel", "backward_kernel"), ((16, 3), (32, 2))):
+        hard = (width == 16) == (name == "forward_kernel")
+        result = compiled_short(name, width, hard, causal=not hard)
+        if result.metadata.shared + 1024 > MEMORY // programs:
             raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")

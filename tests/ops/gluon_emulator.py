@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mgk.ops import triton as package
 
+NAMES = "hopper", "hopper_mixture", "hopper_short"
 PATIENCE = 60.0  # seconds until a wait is a deadlock
 
 
@@ -174,9 +175,9 @@ def copy(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, target:
     barrier.update(0, -target.memory.numel() * target.memory.element_size())
 
 
-def multiply(a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Block:
-    left = a.memory if isinstance(a, Shared) else plain(a)
-    product = left.float() @ b.memory.float()
+def multiply(a: Any, b: Any, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Block:
+    left, right = (x.memory if isinstance(x, Shared) else plain(x) for x in (a, b))
+    product = left.float() @ right.float()
     return block(product + plain(acc) if use_acc else product)
 
 
@@ -206,6 +207,12 @@ class Constant(int):
         return int(self)
 
 
+def constant(value: Any) -> Any:
+    if isinstance(value, float):
+        return value
+    return Constant(value) if isinstance(value, int) else SimpleNamespace(value=value)
+
+
 program = [0]
 
 
@@ -216,7 +223,7 @@ def language() -> Any:
     for name in ("NVMMASharedLayout", "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout",
                  "SwizzledSharedLayout"):  # fmt: skip
         setattr(gl, name, lambda *_: None)
-    gl.constexpr = lambda value: Constant(value) if isinstance(value, int) else SimpleNamespace(value=value)
+    gl.constexpr = constant
     gl.static_range = range
     gl.load, gl.store, gl.allocate_shared_memory, gl.warp_specialize = load, store, allocate, specialise
     gl.program_id = lambda axis: block(torch.tensor(program[0]))
@@ -232,6 +239,7 @@ def language() -> Any:
     gl.maximum = lambda x, y: pairwise(torch.maximum, x, y)
     gl.minimum = lambda x, y: pairwise(torch.minimum, x, y)
     gl.cdiv = lambda x, y: -(-x // y)
+    gl.barrier = lambda: None
     return gl
 
 
@@ -250,39 +258,40 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
 
 
 @cache
-def emulated() -> tuple[Any, Any]:
-    """`hopper` and `hopper_mixture`; their kernels run program after program."""
+def emulated() -> tuple[Any, ...]:
+    """The modules of NAMES; their kernels run program after program."""
     gl, jit = language(), lambda function=None, **_: function or (lambda each: each)
-    hopper_language: Any = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
-    hopper_language.mbarrier = SimpleNamespace(
+    hopper: Any = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
+    hopper.mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: "barrier", init=init, wait=Barrier.wait, arrive=lambda barrier: barrier.update(1, 0),
         expect=lambda barrier, bytes: barrier.update(1, bytes),
     )  # fmt: skip
-    hopper_language.tma = SimpleNamespace(async_load=copy)
-    hopper_language.warpgroup_mma = multiply
-    hopper_language.warpgroup_mma_wait = lambda outstanding, deps: deps[0] if len(deps) == 1 else deps
-    hopper_language.fence_async_shared = lambda: None
+    hopper.tma = SimpleNamespace(async_load=copy)
+    hopper.warpgroup_mma = multiply
+    hopper.warpgroup_mma_wait = lambda outstanding, deps: deps[0] if len(deps) == 1 else deps
+    hopper.fence_async_shared = lambda: None
     fakes: dict[str, Any] = {
         "triton.experimental.gluon": SimpleNamespace(jit=jit, language=gl),
         "triton.experimental.gluon.language": gl,
-        "triton.experimental.gluon.language.nvidia.hopper": hopper_language,
+        "triton.experimental.gluon.language.nvidia.hopper": hopper,
+        "triton.experimental.gluon.language.nvidia.ampere": SimpleNamespace(mma_v2=multiply),
         "triton.experimental.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=Descriptor),
         "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=jit, language=gl)),
     }
-    names = [*fakes, "mgk.ops.triton.hopper"]
-    before = {name: sys.modules.get(name) for name in names}
+    before = {name: sys.modules.get(name) for name in [*fakes, *(f"mgk.ops.triton.{name}" for name in NAMES)]}
+    modules = []
     try:
         sys.modules |= fakes
-        hopper = read("hopper")
-        sys.modules["mgk.ops.triton.hopper"] = hopper
-        mixture = read("hopper_mixture")
+        for name in NAMES:
+            modules.append(read(name))
+            sys.modules[f"mgk.ops.triton.{name}"] = modules[-1]
     finally:
         for name, module in before.items():
             if module is None:
-                del sys.modules[name]
+                sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
-    return hopper, mixture
+    return tuple(modules)
 
 
 def read(name: str) -> Any:
@@ -293,12 +302,15 @@ def read(name: str) -> Any:
     for function, replacement in ASSEMBLY.items():
         if hasattr(module, function):
             setattr(module, function, replacement)
-    if name == "hopper":
-        module.launch, module.on_hopper = launch, lambda tensor: True
+    for function, replacement in (("launch", launch), ("on_hopper", lambda tensor: True)):
+        if hasattr(module, function):
+            setattr(module, function, replacement)
     return module
 
 
-def launch(kernel: Callable[..., None], grid: tuple[int], *arguments: Any, num_warps: int, **constants: Any) -> None:
+def launch(
+    kernel: Callable[..., None], grid: tuple[int], *arguments: Any, num_warps: int, maxnreg: int = 0, **constants: Any
+) -> None:
     given = [Pointer.to_first(each) if isinstance(each, Tensor) else each for each in arguments]
     for program[0] in range(grid[0]):
         kernel(*given, **constants)

@@ -20,7 +20,7 @@ from tests.ops.triton_env import strict_memory
 
 # isort: split
 from mgk.ops import triton as kernels
-from tests.ops.gluon_emulator import emulated
+from tests.ops.gluon_emulator import NAMES, emulated
 
 HERE = kernels.GLUON and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 CASE = Case(variant="smgk", B=1, H=2, M=2, Nq=256, Nk=256, D=64, Dv=64, prior="head", seed=3)
@@ -31,13 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 @pytest.fixture(autouse=True)
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
     """Those with the kernels, or their emulations; fresh memory is NaN."""
-    names = "hopper", "hopper_mixture"
     if not HERE:
-        for name, module in zip(names, emulated(), strict=True):
+        for name, module in zip(NAMES, emulated(), strict=True):
             monkeypatch.setattr(kernels, name, module, raising=False)
         monkeypatch.setattr(kernels, "GLUON", True)
     with strict_memory():
-        yield tuple(getattr(kernels, name) for name in names)
+        yield tuple(getattr(kernels, name) for name in NAMES)
 
 
 @pytest.fixture
@@ -81,6 +80,27 @@ def test_values_and_gradients(case: Case, scale: float, variant: str, e_step: st
     assert taken == ALL
 
 
+SHORT, SHORT_KERNELS = replace(CASE, Nq=128, Nk=128, D=16, Dv=16), ["forward_kernel", "backward_kernel"]
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize(
+    ("case", "scale"),
+    [
+        (SHORT, 1.0),
+        (SHORT, 6.0),
+        (replace(SHORT, Nq=256, Nk=256, is_causal=True), 1.0),
+        (replace(SHORT, is_causal=True, D=32, Dv=32, prior="position"), 1.0),
+        (replace(SHORT, B=2, H=3, Nq=37, Nk=130, prior="position"), 1.0),
+        (replace(SHORT, Nq=100, Nk=200, is_causal=True, prior=None), 1.0),
+    ],
+    ids=["whole", "far", "causal", "wide", "ragged", "later"],
+)
+def test_short_sequences(case: Case, scale: float, e_step: str, taken: list[str]) -> None:
+    assert_low_precision(replace(case, e_step=e_step), torch.bfloat16, scale=scale)
+    assert taken == SHORT_KERNELS
+
+
 def assert_near(inputs: Inputs, options: dict[str, Any]) -> None:
     """Each head within some roundings of bfloat16, of which one in which few keys count has many."""
     inputs = {name: x if name in ("log_prior", "shift") else x.bfloat16() for name, x in inputs.items()}
@@ -91,6 +111,23 @@ def assert_near(inputs: Inputs, options: dict[str, Any]) -> None:
         for i, j in heads:
             error = float((have[i, j] - want[i, j]).norm())
             assert error <= 0.1 * float(want[i, j].norm()), f"{name} of head {i}, {j}"
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+def test_each_short_head_takes_its_road(e_step: str, taken: list[str]) -> None:
+    case = replace(SHORT, B=2, e_step=e_step, is_causal=True, prior=None)
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    inputs["key"][1, 0] *= 16
+    inputs["query"][0, 1, 77] *= 80
+    assert_near(inputs, case.options())
+    assert taken == SHORT_KERNELS
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+def test_short_queries_that_see_nothing(e_step: str, taken: list[str]) -> None:
+    case = replace(SHORT, e_step=e_step, is_causal=True, Nq=200, Nk=70, prior=None)
+    assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options())
+    assert taken == SHORT_KERNELS
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
@@ -113,10 +150,14 @@ def test_queries_that_see_nothing(variant: str, e_step: str, taken: list[str]) -
     assert taken == ALL
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_same_bits_every_time_and_in_any_layout(variant: str, taken: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [(CASE, ALL), (replace(CASE, variant="mgk"), ALL), (SHORT, SHORT_KERNELS)],
+    ids=["smgk", "mgk", "short"],
+)
+def test_the_same_bits_every_time_and_in_any_layout(case: Case, kernels: list[str], taken: list[str]) -> None:
     """Gradients have no atomics; (B,N,H,D) in memory is read as it lies."""
-    case = replace(CASE, variant=variant, is_causal=True, H=4)
+    case = replace(case, is_causal=True, H=4)
     inputs = {name: x.detach().bfloat16() for name, x in case.inputs(torch.float32).items()}
     first, again = (run(inputs, "triton", case.options()) for _ in range(2))
     other = {name: x.transpose(1, -2).contiguous().transpose(1, -2) if x.dim() > 3 else x for name, x in inputs.items()}
@@ -124,7 +165,7 @@ def test_the_same_bits_every_time_and_in_any_layout(variant: str, taken: list[st
     for one, two, three in zip(first, again, strided, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one, three)
-    assert taken == 3 * ALL
+    assert taken == 3 * kernels
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -30,7 +30,7 @@ __all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
 
 GLUON = triton.__version__.startswith("3.6.") and os.environ.get("TRITON_INTERPRET") != "1"  # the one it was run with
 if GLUON:
-    from mgk.ops.triton import hopper, hopper_mixture
+    from mgk.ops.triton import hopper, hopper_mixture, hopper_short
 
 LOG2E = math.log2(math.e)
 MAX_WIDTH = 256
@@ -244,11 +244,17 @@ def shifted_forward(
             "KEY_MASK": key_mask is not None, "MASK_QUERIES": query_mask is not None, "DROPOUT": dropout_p > 0,
         }  # fmt: skip
         if not packed and is_short(query, key, value, components):
+            near = GLUON and masks is None and not dropout_p and hopper_short.fits(components, query, key, value)
+            if near:
+                hopper_short.forward(
+                    query, key, shift, value, prior, keys, output, rows, far, LOG2E / variance, 1 / variance, hard,
+                    causal,
+                )  # fmt: skip
             launch(
                 short.forward_kernel, (batch * heads,), query, key, shift, value, prior, as_bytes(key_mask), keys,
                 narrow_keys, output, rows, far, masks, as_bytes(query_mask), seed, LOG2E / variance,
                 *dropout_numbers(dropout_p), 1 / variance, *strides(query, key, value, output), heads, num_queries,
-                num_keys, rows.shape[-1], keys.shape[-1], **settings, BEST=hard,
+                num_keys, rows.shape[-1], keys.shape[-1], **settings, BEST=hard, HEADS=FAR if near else EVERY,
                 PRIOR_AXES=0 if prior is None else prior.dim(),
                 **options(tile("shifted", "short forward", query, value, components)),
             )  # fmt: skip
@@ -412,13 +418,19 @@ def short_gradients(
     rest = COLUMNS + (0 if hard else components - 1) * (width + settings["BV"])
     part = empty(batch, heads, components, width + 1)
     if batch * heads:
+        near = GLUON and key_mask is None and not dropout_p and hopper_short.fits(components, query, key, value)
+        if near:
+            hopper_short.backward(
+                grad, query, key, shift, value, keys, output, rows, far, grads, grad_bias, part, LOG2E / variance,
+                1 / variance, hard, causal,
+            )  # fmt: skip
         launch(
             short.backward_kernel, (batch * heads,), query, key, shift, value, keys, output, rows, far, seed, grad,
             empty(sizes), empty(*sizes, rest, dtype=query.dtype), empty(*sizes, width), *grads, grad_bias, part,
             LOG2E / variance, *dropout_numbers(dropout_p), 1 / variance,
             *strides(query, key, value, output, grad, *grads), heads, num_queries, num_keys, rows.shape[-1],
             keys.shape[-1], **settings, BEST=hard, CAUSAL=causal, KEY_MASK=key_mask is not None, DROPOUT=dropout_p > 0,
-            POSITIONS=grad_bias.dim() > 1, WIDTH=rest,
+            POSITIONS=grad_bias.dim() > 1, WIDTH=rest, HEADS=FAR if near else EVERY,
             **options(tile("shifted", "short backward", query, value, components)),
         )  # fmt: skip
     return grads[0], grads[1], grads[2], part.sum(0), grad_bias

@@ -24,6 +24,7 @@ from mgk.ops.triton.bias import shifted_bias_block
 from mgk.ops.triton.primitives import (
     COLUMNS,
     COUNTS,
+    EVERY,
     NEVER,
     SUMS,
     dropout,
@@ -48,19 +49,21 @@ def forward_kernel(
     num_keys, padded_queries, padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     M: tl.constexpr, BEST: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, PRIOR_AXES: tl.constexpr,
     SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     i_bh = tl.program_id(0)
-    tl.store(FAR_HEADS + 2 * i_bh + tl.arange(0, 2), tl.zeros([2], tl.float32))
+    if HEADS == EVERY:
+        tl.store(FAR_HEADS + 2 * i_bh + tl.arange(0, 2), tl.zeros([2], tl.float32))
+        tl.debug_barrier()
+    if HEADS == EVERY or is_far(FAR_HEADS, i_bh):
+        for i_block in range(0, (padded_keys + padded_queries) // BN):
+            shifted_bias_block(
+                i_block, i_bh, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, 30.0,
+                sqb, sqh, sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries, padded_keys, D, BD, M,
+                PRIOR_AXES == 2, PRIOR_AXES == 3, KEY_MASK, BEST, True, BN,
+            )  # fmt: skip
     tl.debug_barrier()
-    for i_block in range(0, (padded_keys + padded_queries) // BN):
-        shifted_bias_block(
-            i_block, i_bh, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, 30.0, sqb,
-            sqh, sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries, padded_keys, D, BD, M, PRIOR_AXES == 2,
-            PRIOR_AXES == 3, KEY_MASK, BEST, True, BN,
-        )  # fmt: skip
-    tl.debug_barrier()
-    if not is_far(FAR_HEADS, i_bh, False):
+    if HEADS == EVERY and not is_far(FAR_HEADS, i_bh, False):
         for i_m in range(0, padded_queries // BM):
             forward_block(
                 i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
@@ -318,7 +321,7 @@ def backward_kernel(
     sxn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr,
     DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, BEST: tl.constexpr, CAUSAL: tl.constexpr,
     EVEN: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, WIDTH: tl.constexpr,
+    BN: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """DELTA (G,Nq'), REST (G,Nq',WIDTH) and DQ_SUM (G,Nq',BD) are memory to work in; PART (G,M,BD+1)."""
     i_bh = tl.program_id(0)
@@ -329,7 +332,7 @@ def backward_kernel(
             sgh, sgn, sxb, sxh, sxn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries,
             padded_keys, D, DV, BD, BV, M, SAFE, BEST, CAUSAL, EVEN, KEY_MASK, DROPOUT, POSITIONS, BM, BN, WIDTH,
         )  # fmt: skip
-    else:
+    elif HEADS == EVERY:
         backward_head(
             i_bh, Q, K, SHIFT, V, KEYS, OUT, ROWS, SEED, DO, DELTA, REST, DQ_SUM, DQ, DK, DV_, DLW, PART, scale,
             threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb,

@@ -1,0 +1,470 @@
+"""Shifted keys for short sequences of narrow heads, in Gluon: four warps do a head.
+
+Triton gives products of 64 rows to four warps at once, which meet before and after each of them; where a product is as
+small as these, they do little else (short.py). Here each warp has 16 rows of its own, its products are those of one
+warp, and weights go from one into the next within registers. A head lies in shared memory, where nobody writes while
+it is read: between its beginning and its end warps wait for no other.
+
+The mixing stays outside of the loops: with e = 2^(q.k/s2 - bound) the output is sum_r rho_r [sum_j e w_r v], over the
+same of ones in place of v, and the backward pass is that of short.py. But for the scores, which both sides compute:
+first a warp has 16 keys and walks over the queries, then the other way round. The hard E-step gives e to the component
+that wins. Two components, bfloat16; heads that reach far, masks, dropout and other widths stay with short.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from mgk.ops.triton.hopper import on_hopper, run, strides, where_larger
+from mgk.ops.triton.hopper_mixture import without
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # before a loop, or the compiler puts one into it
+BLOCK = gl.constexpr(64)  # queries or keys of a tile, 16 for each warp
+COLUMNS = gl.constexpr(8)  # of the products that sum rows
+LOG2E = gl.constexpr(1.4426950408889634)
+LIGHT_KEYS, LIGHT_ROWS = gl.constexpr(70.0), gl.constexpr(30.0)  # as in bias.py
+REGISTERS = {16: 168, 32: 255}  # by width: three programs share a multiprocessor, or two
+COUNTS = ("H", "num_queries", "num_keys")
+
+
+@gluon.jit
+def place_of(p_base, i_b, i_h, stride_b, stride_h):
+    return p_base + i_b * stride_b + i_h * stride_h
+
+
+@gluon.jit
+def load_block(p_base, t, num_rows, stride, D: gl.constexpr, layout: gl.constexpr):
+    o_row = t * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    o_column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    p_block = p_base + o_row.to(gl.int64)[:, None] * stride + o_column[None, :]
+    return gl.load(p_block, mask=(o_row < num_rows)[:, None], other=0.0)
+
+
+@gluon.jit
+def store_block(p_base, block, t, num_rows, stride, D: gl.constexpr, layout: gl.constexpr):
+    o_row = t * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    o_column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    p_block = p_base + o_row.to(gl.int64)[:, None] * stride + o_column[None, :]
+    gl.store(p_block, block.to(gl.bfloat16), mask=(o_row < num_rows)[:, None])
+
+
+@gluon.jit
+def scores_and_slopes(b_x, b_y, x_s, y_s, mma: gl.constexpr):
+    """Rows times rows: of queries and keys, and of dO and values."""
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    zero = gl.zeros([BLOCK, BLOCK], gl.float32, mma)
+    return (
+        mma_v2(b_x, x_s.permute((1, 0)).load(right), zero), mma_v2(b_y, y_s.permute((1, 0)).load(right), zero),
+    )  # fmt: skip
+
+
+@gluon.jit
+def shares(x, lead, gap, BEST: gl.constexpr, mma: gl.constexpr):
+    """What the components have of x, as left sides of products: both all of it, or the one that wins."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    first = x.to(gl.bfloat16)
+    second = first
+    if BEST:
+        second = where_larger(gap, lead, first)
+        first = without(first, second)
+    return gl.convert_layout(first, left), gl.convert_layout(second, left)
+
+
+@gluon.jit
+def column_of(block, r: gl.constexpr):
+    o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, block.type.layout))
+    return gl.sum(gl.where((o_column == r)[None, :], block, 0.0), 1)
+
+
+@gluon.jit
+def tiles_seen(i, offset, TK: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many key tiles a tile of queries sees, and how many of them it sees all of."""
+    count, whole = TK, TK
+    if CAUSAL:
+        count = gl.minimum(TK, gl.cdiv(gl.maximum(i * BLOCK + BLOCK + offset, 0), BLOCK))
+        whole = gl.maximum(i * BLOCK + offset + 1, 0) // BLOCK
+    return count, whole
+
+
+@gluon.jit
+def log_weights(b_k, p_shift, p_prior, t, r: gl.constexpr, inverse_variance, num_keys, D: gl.constexpr,
+                PRIOR_AXES: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """log_w of a block of keys, as in bias.py."""
+    o_n = t * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    key = b_k + gl.load(p_shift + r * D + gl.arange(0, D, gl.SliceLayout(0, layout))).to(gl.float32)[None, :]
+    bias = gl.sum(key * key, 1) * -0.5 * inverse_variance
+    if PRIOR_AXES == 2:
+        bias += gl.load(p_prior + r).to(gl.float32)
+    if PRIOR_AXES == 3:
+        bias += gl.load(p_prior + r * num_keys + o_n, mask=o_n < num_keys, other=0.0).to(gl.float32)
+    return bias * LOG2E
+
+
+@gluon.jit
+def columns_of(x, y, layout: gl.constexpr):
+    """Two vectors as the first columns of a block.  # [BLOCK, COLUMNS]"""
+    o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    return gl.where((o_c == 0)[None, :], x[:, None], gl.where((o_c == 1)[None, :], y[:, None], 0.0)).to(gl.bfloat16)
+
+
+@gluon.jit
+def outputs(
+    shared, p_out, p_rows, p_far, numbers, D: gl.constexpr, TQ: gl.constexpr, TK: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN: gl.constexpr, BEST: gl.constexpr,
+):  # fmt: skip
+    """The output and LSE; and whether a fixed maximum spoilt any, see primitives.flag_misfits."""
+    q_s, k_s, v0_s, v1_s, c_s, bound_s, rho_s, lead_s, gap_s = shared
+    scale, son, num_queries, num_keys = numbers
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    row: gl.constexpr = gl.SliceLayout(1, mma)
+    column: gl.constexpr = gl.SliceLayout(0, mma)
+    o_row, o_column, offset = gl.arange(0, BLOCK, row), gl.arange(0, BLOCK, column), num_keys - num_queries
+    misfits = gl.zeros([BLOCK], gl.int32, row)
+    for i in range(TQ):
+        o_m = i * BLOCK + o_row
+        b_q = q_s.index(i).load(gl.DotOperandLayout(0, mma, 2))
+        bound, rho = bound_s.index(i).load(row), rho_s.index(i).load(row)
+        lead = lead_s.index(i).load(row)[:, None].broadcast_to([BLOCK, BLOCK])
+        acc_0, acc_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
+        sums_0, sums_1 = gl.zeros([BLOCK, COLUMNS], gl.float32, mma), gl.zeros([BLOCK, COLUMNS], gl.float32, mma)
+        count, whole = tiles_seen(i, offset, TK, CAUSAL)
+        for t in range(count):
+            s = mma_v2(b_q, k_s.index(t).permute((1, 0)).load(right), gl.zeros([BLOCK, BLOCK], gl.float32, mma))
+            e = gl.exp2(s * scale - bound[:, None])
+            if CAUSAL:
+                if t >= whole:
+                    e = gl.where(t * BLOCK + o_column[None, :] <= o_m[:, None] + offset, e, 0.0)
+            if not EVEN:
+                if t == TK - 1:
+                    e = gl.where((t * BLOCK + o_column < num_keys)[None, :], e, 0.0)
+            gap = gap_s.index(t).load(column)[None, :].broadcast_to([BLOCK, BLOCK])
+            e_0, e_1 = shares(e, lead, gap, BEST, mma)
+            b_c = c_s.index(t).load(right)
+            acc_0, acc_1 = mma_v2(e_0, v0_s.index(t).load(right), acc_0), mma_v2(e_1, v1_s.index(t).load(right), acc_1)
+            sums_0 = mma_v2(e_0, b_c, sums_0)
+            if BEST:
+                sums_1 = mma_v2(e_1, b_c, sums_1)
+        if not BEST:
+            sums_1 = sums_0
+        total = column_of(sums_0, 0) + rho * column_of(sums_1, 1)
+        spoilt = ((total >= 2.0**-90) & (total <= 2.0**90) == 0) & (o_m < num_queries)
+        if CAUSAL:
+            spoilt = spoilt & (o_m + offset >= 0)
+        misfits = misfits | spoilt.to(gl.int32)
+        some = (total > 0) & (o_m < num_queries)
+        gl.store(p_rows + o_m, gl.where(some, bound + gl.log2(total), float("inf")))
+        output = (acc_0 + acc_1 * rho[:, None]) / gl.where(some, total, 1.0)[:, None]
+        store_block(p_out, gl.where(some[:, None], output, 0.0), i, num_queries, son, D, mma)
+    gl.store(p_far + 1, gl.max(misfits, 0).to(gl.float32))
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def forward_kernel(
+    Q, K, SHIFT, V, PRIOR, KEYS, OUT, ROWS, FAR_HEADS, scale, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh,
+    svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys, D: gl.constexpr, TQ: gl.constexpr,
+    TK: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, BEST: gl.constexpr, PRIOR_AXES: gl.constexpr,
+):  # fmt: skip
+    """Of KEYS and ROWS what `backward_kernel` reads; both numbers of FAR_HEADS, and no more of a head that is far."""
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    tile: gl.constexpr = gl.NVMMASharedLayout(2 * D, 16, 2)
+    thin: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    along: gl.constexpr = gl.SliceLayout(1, flat)
+    i_bh = gl.program_id(0)
+    i_b, i_h, i_g = (i_bh // H).to(gl.int64), (i_bh % H).to(gl.int64), i_bh.to(gl.int64)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [TQ, BLOCK, D], tile)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)
+    v0_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)  # w_0 v
+    v1_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)
+    c_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, COLUMNS], thin)  # w_0 and w_1
+    bound_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
+    rho_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
+    lead_s = gl.allocate_shared_memory(gl.float16, [TQ, BLOCK], line)
+    gap_s = gl.allocate_shared_memory(gl.float16, [TK, BLOCK], line)
+    p_rows, p_keys = ROWS + i_g * 5 * padded_queries, KEYS + i_g * 5 * padded_keys
+    p_shift, p_prior, p_far = SHIFT + i_h * 2 * D, PRIOR, FAR_HEADS + 2 * i_bh
+    o_d, beyond = gl.arange(0, D, gl.SliceLayout(0, flat)), gl.full([BLOCK], -1.0, gl.float32, along)
+    top = 0.0
+    if PRIOR_AXES == 2:
+        p_prior = PRIOR + i_h * 2
+        top = gl.maximum(gl.load(p_prior).to(gl.float32), gl.load(p_prior + 1).to(gl.float32))
+        top = gl.where(top == float("-inf"), 0.0, top) * LOG2E
+    if PRIOR_AXES == 3:
+        p_prior = PRIOR + i_h * 2 * num_keys
+    for t in gl.static_range(TK):
+        o_n = t * BLOCK + gl.arange(0, BLOCK, along)
+        b_k = load_block(place_of(K, i_b, i_h, skb, skh), t, num_keys, skn, D, flat)
+        b_v = load_block(place_of(V, i_b, i_h, svb, svh), t, num_keys, svn, D, flat).to(gl.float32)
+        key, taken = b_k.to(gl.float32), o_n < num_keys
+        log_0 = log_weights(key, p_shift, p_prior, t, 0, inverse_variance, num_keys, D, PRIOR_AXES, flat) - top
+        log_1 = log_weights(key, p_shift, p_prior, t, 1, inverse_variance, num_keys, D, PRIOR_AXES, flat) - top
+        largest = gl.maximum(log_0, log_1)
+        beyond = gl.maximum(beyond, gl.where(taken, gl.maximum(largest - 4.0, -LIGHT_KEYS - largest), -1.0))
+        w_0, w_1 = gl.where(taken, gl.exp2(log_0), 0.0), gl.where(taken, gl.exp2(log_1), 0.0)
+        gl.store(p_keys + padded_keys + o_n, w_0)
+        gl.store(p_keys + 2 * padded_keys + o_n, w_1)
+        gl.store(p_keys + 3 * padded_keys + o_n, log_0)
+        gl.store(p_keys + 4 * padded_keys + o_n, log_1)
+        k_s.index(t).store(b_k)
+        v0_s.index(t).store((b_v * w_0[:, None]).to(gl.bfloat16))
+        v1_s.index(t).store((b_v * w_1[:, None]).to(gl.bfloat16))
+        c_s.index(t).store(columns_of(w_0, w_1, flat))
+        gap_s.index(t).store((log_0 - log_1).to(gl.float16))
+    b_0, b_1 = gl.load(p_shift + o_d).to(gl.float32), gl.load(p_shift + D + o_d).to(gl.float32)
+    for t in gl.static_range(TQ):
+        o_m = t * BLOCK + gl.arange(0, BLOCK, along)
+        b_q = load_block(place_of(Q, i_b, i_h, sqb, sqh), t, num_queries, sqn, D, flat)
+        query, unit = b_q.to(gl.float32), inverse_variance * LOG2E
+        first = gl.sum(query * b_0[None, :], 1) * unit
+        lead = gl.sum(query * b_1[None, :], 1) * unit - first
+        rho = gl.exp2(lead)
+        beyond = gl.maximum(beyond, gl.maximum(lead - LIGHT_ROWS, -LIGHT_ROWS - lead))
+        gl.store(p_rows + 2 * padded_queries + o_m, lead if BEST else rho)
+        q_s.index(t).store(b_q)
+        bound_s.index(t).store(gl.sum(query * query, 1) * (0.5 * unit) - first)
+        rho_s.index(t).store(rho)
+        lead_s.index(t).store(lead.to(gl.float16))
+    far = gl.max(beyond, 0) > 0
+    gl.store(p_far, far.to(gl.float32))
+    if far:
+        gl.store(p_far + 1, 0.0)
+    else:
+        shared = (q_s, k_s, v0_s, v1_s, c_s, bound_s, rho_s, lead_s, gap_s)
+        numbers = (scale, son, num_queries, num_keys)
+        p_out = place_of(OUT, i_b, i_h, sob, soh)
+        outputs(shared, p_out, p_rows, p_far, numbers, D, TQ, TK, CAUSAL, EVEN, BEST)
+
+
+@gluon.jit
+def key_side(
+    shared, pointers, numbers, D: gl.constexpr, TQ: gl.constexpr, TK: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+):  # fmt: skip
+    """dk, dv, dshift and dlog_w."""
+    q_s, g_s, k_s, v_s, qr_s, gr_s, c_s, lse_s, delta_s, lead_s = shared
+    p_keys, p_shift, p_dk, p_dv, p_dlw, p_part = pointers
+    scale, inverse_variance, sdn, sen, num_queries, num_keys, padded_keys = numbers
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    row: gl.constexpr = gl.SliceLayout(1, mma)
+    column: gl.constexpr = gl.SliceLayout(0, mma)
+    o_d, o_row, o_column = gl.arange(0, D, column), gl.arange(0, BLOCK, row), gl.arange(0, BLOCK, column)
+    b_0, b_1 = gl.load(p_shift + o_d).to(gl.float32), gl.load(p_shift + D + o_d).to(gl.float32)
+    offset = num_keys - num_queries
+    dshift_0, dshift_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
+    dprior_0, dprior_1 = gl.zeros([BLOCK], gl.float32, row), gl.zeros([BLOCK], gl.float32, row)
+    for j in range(TK):
+        o_n = j * BLOCK + o_row
+        b_k, b_v = k_s.index(j).load(left), v_s.index(j).load(left)
+        w_0, w_1 = gl.load(p_keys + padded_keys + o_n), gl.load(p_keys + 2 * padded_keys + o_n)
+        gap = (gl.load(p_keys + 3 * padded_keys + o_n) - gl.load(p_keys + 4 * padded_keys + o_n)).to(gl.float16)
+        gap = gap[:, None].broadcast_to([BLOCK, BLOCK])
+        q_0, q_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
+        v_0, v_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
+        sums_0, sums_1 = gl.zeros([BLOCK, COLUMNS], gl.float32, mma), gl.zeros([BLOCK, COLUMNS], gl.float32, mma)
+        begin, visible = 0, 0
+        if CAUSAL:
+            begin = gl.maximum(j * BLOCK - offset, 0) // BLOCK
+            visible = gl.cdiv(gl.maximum(j * BLOCK + BLOCK - 1 - offset, 0), BLOCK)
+        for t in range(begin, TQ):
+            s, slope = scores_and_slopes(b_k, b_v, q_s.index(t), g_s.index(t), mma)
+            e = gl.exp2(s * scale - lse_s.index(t).load(column)[None, :])
+            if CAUSAL:
+                if t < visible:
+                    e = gl.where(o_n[:, None] <= t * BLOCK + o_column[None, :] + offset, e, 0.0)
+            if not EVEN:
+                if j == TK - 1:
+                    e = gl.where((o_n < num_keys)[:, None], e, 0.0)
+            g = e * (slope - delta_s.index(t).load(column)[None, :])
+            lead = lead_s.index(t).load(column)[None, :].broadcast_to([BLOCK, BLOCK])
+            g_0, g_1 = shares(g, lead, gap, BEST, mma)
+            e_0, e_1 = shares(e, lead, gap, BEST, mma)
+            b_c = c_s.index(t).load(right)
+            q_0, q_1 = mma_v2(g_0, q_s.index(t).load(right), q_0), mma_v2(g_1, qr_s.index(t).load(right), q_1)
+            v_0, v_1 = mma_v2(e_0, g_s.index(t).load(right), v_0), mma_v2(e_1, gr_s.index(t).load(right), v_1)
+            sums_0 = mma_v2(g_0, b_c, sums_0)
+            if BEST:
+                sums_1 = mma_v2(g_1, b_c, sums_1)
+        if not BEST:
+            sums_1 = sums_0
+        dlog_w_0, dlog_w_1 = column_of(sums_0, 0) * w_0, column_of(sums_1, 1) * w_1
+        key = k_s.index(j).load(mma).to(gl.float32)
+        pull_0 = q_0 * w_0[:, None] - dlog_w_0[:, None] * (key + b_0[None, :])
+        pull_1 = q_1 * w_1[:, None] - dlog_w_1[:, None] * (key + b_1[None, :])
+        store_block(p_dk, (pull_0 + pull_1) * inverse_variance, j, num_keys, sdn, D, mma)
+        store_block(p_dv, v_0 * w_0[:, None] + v_1 * w_1[:, None], j, num_keys, sen, D, mma)
+        dshift_0, dshift_1, dprior_0, dprior_1 = (
+            dshift_0 + pull_0, dshift_1 + pull_1, dprior_0 + dlog_w_0, dprior_1 + dlog_w_1,
+        )  # fmt: skip
+        if POSITIONS:
+            gl.store(p_dlw + o_n, dlog_w_0, mask=o_n < num_keys)
+            gl.store(p_dlw + num_keys + o_n, dlog_w_1, mask=o_n < num_keys)
+    gl.store(p_part + o_d, gl.sum(dshift_0, 0) * inverse_variance)
+    gl.store(p_part + D + 1 + o_d, gl.sum(dshift_1, 0) * inverse_variance)
+    gl.store(p_part + D, gl.sum(dprior_0, 0))
+    gl.store(p_part + 2 * D + 1, gl.sum(dprior_1, 0))
+
+
+@gluon.jit
+def query_side(
+    shared, p_dq, numbers, D: gl.constexpr, TQ: gl.constexpr, TK: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN: gl.constexpr, BEST: gl.constexpr,
+):  # fmt: skip
+    """dq."""
+    q_s, g_s, k_s, v_s, k0_s, k1_s, rho_s, lse_s, delta_s, lead_s, gap_s = shared
+    scale, inverse_variance, sxn, num_queries, num_keys = numbers
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    row: gl.constexpr = gl.SliceLayout(1, mma)
+    column: gl.constexpr = gl.SliceLayout(0, mma)
+    o_row, o_column, offset = gl.arange(0, BLOCK, row), gl.arange(0, BLOCK, column), num_keys - num_queries
+    for i in range(TQ):
+        o_m = i * BLOCK + o_row
+        b_q, b_g = q_s.index(i).load(left), g_s.index(i).load(left)
+        lse, delta, rho = lse_s.index(i).load(row), delta_s.index(i).load(row), rho_s.index(i).load(row)
+        lead = lead_s.index(i).load(row)[:, None].broadcast_to([BLOCK, BLOCK])
+        dq_0, dq_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
+        count, whole = tiles_seen(i, offset, TK, CAUSAL)
+        for t in range(count):
+            s, slope = scores_and_slopes(b_q, b_g, k_s.index(t), v_s.index(t), mma)
+            e = gl.exp2(s * scale - lse[:, None])
+            if CAUSAL:
+                if t >= whole:
+                    e = gl.where(t * BLOCK + o_column[None, :] <= o_m[:, None] + offset, e, 0.0)
+            if not EVEN:
+                if t == TK - 1:
+                    e = gl.where((t * BLOCK + o_column < num_keys)[None, :], e, 0.0)
+            gap = gap_s.index(t).load(column)[None, :].broadcast_to([BLOCK, BLOCK])
+            g_0, g_1 = shares(e * (slope - delta[:, None]), lead, gap, BEST, mma)
+            dq_0, dq_1 = mma_v2(g_0, k0_s.index(t).load(right), dq_0), mma_v2(g_1, k1_s.index(t).load(right), dq_1)
+        store_block(p_dq, (dq_0 + dq_1 * rho[:, None]) * inverse_variance, i, num_queries, sxn, D, mma)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def backward_kernel(
+    Q, K, SHIFT, V, KEYS, OUT, ROWS, FAR_HEADS, DO, DQ, DK, DV, DLW, PART, scale, inverse_variance, sqb, sqh, sqn, skb,
+    skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sxb, sxh, sxn, sdb, sdh, sdn, seb, seh, sen, H, num_queries,
+    num_keys, padded_queries, padded_keys, D: gl.constexpr, TQ: gl.constexpr, TK: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+):  # fmt: skip
+    """PART (G,2,D+1) takes dshift and, last, the sum of dlog_w."""
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    tile: gl.constexpr = gl.NVMMASharedLayout(2 * D, 16, 2)
+    thin: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    along: gl.constexpr = gl.SliceLayout(1, flat)
+    T: gl.constexpr = TQ if TQ > TK else TK
+    i_bh = gl.program_id(0)
+    i_b, i_h, i_g = (i_bh // H).to(gl.int64), (i_bh % H).to(gl.int64), i_bh.to(gl.int64)
+    if gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
+        q_s = gl.allocate_shared_memory(gl.bfloat16, [TQ, BLOCK, D], tile)
+        g_s = gl.allocate_shared_memory(gl.bfloat16, [TQ, BLOCK, D], tile)
+        k_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)
+        v_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)
+        x_s = gl.allocate_shared_memory(gl.bfloat16, [T, BLOCK, D], tile)  # rho q, then w_0 (k + b_0)
+        y_s = gl.allocate_shared_memory(gl.bfloat16, [T, BLOCK, D], tile)  # rho do, then w_1 (k + b_1)
+        c_s = gl.allocate_shared_memory(gl.bfloat16, [TQ, BLOCK, COLUMNS], thin)  # 1 and rho
+        lse_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
+        delta_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
+        rho_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
+        lead_s = gl.allocate_shared_memory(gl.float16, [TQ, BLOCK], line)
+        gap_s = gl.allocate_shared_memory(gl.float16, [TK, BLOCK], line)
+        p_rows, p_keys = ROWS + i_g * 5 * padded_queries, KEYS + i_g * 5 * padded_keys
+        p_shift, p_part = SHIFT + i_h * 2 * D, PART + i_g * 2 * (D + 1)
+        for t in gl.static_range(TQ):
+            o_m = t * BLOCK + gl.arange(0, BLOCK, along)
+            b_q = load_block(place_of(Q, i_b, i_h, sqb, sqh), t, num_queries, sqn, D, flat)
+            b_g = load_block(place_of(DO, i_b, i_h, sgb, sgh), t, num_queries, sgn, D, flat)
+            b_o = load_block(place_of(OUT, i_b, i_h, sob, soh), t, num_queries, son, D, flat)
+            lead = gl.load(p_rows + 2 * padded_queries + o_m)
+            rho = gl.exp2(lead) if BEST else lead
+            q_s.index(t).store(b_q)
+            g_s.index(t).store(b_g)
+            x_s.index(t).store((b_q.to(gl.float32) * rho[:, None]).to(gl.bfloat16))
+            y_s.index(t).store((b_g.to(gl.float32) * rho[:, None]).to(gl.bfloat16))
+            lse_s.index(t).store(gl.load(p_rows + o_m))
+            delta_s.index(t).store(gl.sum(b_g.to(gl.float32) * b_o.to(gl.float32), 1))
+            rho_s.index(t).store(rho)
+            lead_s.index(t).store(lead.to(gl.float16))
+            c_s.index(t).store(columns_of(gl.full([BLOCK], 1.0, gl.float32, along), rho, flat))
+        for t in gl.static_range(TK):
+            o_n = t * BLOCK + gl.arange(0, BLOCK, along)
+            k_s.index(t).store(load_block(place_of(K, i_b, i_h, skb, skh), t, num_keys, skn, D, flat))
+            v_s.index(t).store(load_block(place_of(V, i_b, i_h, svb, svh), t, num_keys, svn, D, flat))
+            gap = gl.load(p_keys + 3 * padded_keys + o_n) - gl.load(p_keys + 4 * padded_keys + o_n)
+            gap_s.index(t).store(gap.to(gl.float16))
+        barrier()
+        shared = (q_s, g_s, k_s, v_s, x_s, y_s, c_s, lse_s, delta_s, lead_s)
+        pointers = (
+            p_keys, p_shift, place_of(DK, i_b, i_h, sdb, sdh), place_of(DV, i_b, i_h, seb, seh),
+            DLW + i_g * 2 * num_keys, p_part,
+        )  # fmt: skip
+        numbers = (scale, inverse_variance, sdn, sen, num_queries, num_keys, padded_keys)
+        key_side(shared, pointers, numbers, D, TQ, TK, CAUSAL, EVEN, BEST, POSITIONS)
+
+        o_d = gl.arange(0, D, gl.SliceLayout(0, flat))
+        b_0, b_1 = gl.load(p_shift + o_d).to(gl.float32), gl.load(p_shift + D + o_d).to(gl.float32)
+        for t in gl.static_range(TK):
+            o_n, b_k = t * BLOCK + gl.arange(0, BLOCK, along), k_s.index(t).load(flat).to(gl.float32)
+            w_0, w_1 = gl.load(p_keys + padded_keys + o_n), gl.load(p_keys + 2 * padded_keys + o_n)
+            x_s.index(t).store(((b_k + b_0[None, :]) * w_0[:, None]).to(gl.bfloat16))
+            y_s.index(t).store(((b_k + b_1[None, :]) * w_1[:, None]).to(gl.bfloat16))
+        barrier()
+        shared = (q_s, g_s, k_s, v_s, x_s, y_s, rho_s, lse_s, delta_s, lead_s, gap_s)
+        numbers = (scale, inverse_variance, sxn, num_queries, num_keys)
+        query_side(shared, place_of(DQ, i_b, i_h, sxb, sxh), numbers, D, TQ, TK, CAUSAL, EVEN, BEST)
+
+
+def fits(components: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Of short sequences; none have masks or dropout."""
+    return (
+        components == 2
+        and query.dtype == torch.bfloat16
+        and query.shape[-1] == value.shape[-1]
+        and query.shape[-1] in REGISTERS
+        and min(query.shape[2], key.shape[2]) > 0
+        and on_hopper(query)
+    )
+
+
+def common(query: Tensor, key: Tensor, hard: bool, causal: bool) -> dict[str, Any]:
+    width, block = query.shape[-1], BLOCK.value
+    return {
+        "D": width, "TQ": -(-query.shape[2] // block), "TK": -(-key.shape[2] // block), "CAUSAL": causal,
+        "EVEN": key.shape[2] % block == 0, "BEST": hard, "maxnreg": REGISTERS[width],
+    }  # fmt: skip
+
+
+def forward(
+    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, keys: Tensor, output: Tensor,
+    rows: Tensor, far: Tensor, scale: float, inverse_variance: float, hard: bool, causal: bool,
+) -> None:  # fmt: skip
+    """Output, and what `backward` needs, of the heads that do not reach far; the others are marked."""
+    run(
+        forward_kernel, 1, 1, query, query, key, shift, value, log_prior, keys, output, rows, far, scale,
+        inverse_variance, *strides(query, key, value, output), query.shape[1], query.shape[2], key.shape[2],
+        rows.shape[-1], keys.shape[-1], PRIOR_AXES=0 if log_prior is None else log_prior.dim(),
+        **common(query, key, hard, causal),
+    )  # fmt: skip
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, keys: Tensor, output: Tensor, rows: Tensor,
+    far: Tensor, grads: list[Tensor], grad_bias: Tensor, part: Tensor, scale: float, inverse_variance: float,
+    hard: bool, causal: bool,
+) -> None:  # fmt: skip
+    """Gradients of the heads that do not reach far, as those of short.py."""
+    run(
+        backward_kernel, 1, 1, query, query, key, shift, value, keys, output, rows, far, grad, *grads, grad_bias, part,
+        scale, inverse_variance, *strides(query, key, value, output, grad, *grads), query.shape[1], query.shape[2],
+        key.shape[2], rows.shape[-1], keys.shape[-1], POSITIONS=grad_bias.dim() > 1, **common(query, key, hard, causal),
+    )  # fmt: skip
