@@ -58,7 +58,7 @@ def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool =
     }  # fmt: skip
     signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}
     source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(each),): v for each, v in constants.items()})
-    options = {"num_warps": 4, "maxnreg": hopper_short.REGISTERS[width]}
+    options = {"num_warps": 4, "maxnreg": hopper_short.registers(name, width)}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

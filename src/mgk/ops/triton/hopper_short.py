@@ -29,7 +29,7 @@ BLOCK = gl.constexpr(64)  # queries or keys of a tile, 16 for each warp
 COLUMNS = gl.constexpr(8)  # of the products that sum rows
 LOG2E = gl.constexpr(1.4426950408889634)
 LIGHT_KEYS, LIGHT_ROWS = gl.constexpr(70.0), gl.constexpr(30.0)  # as in bias.py
-REGISTERS = {16: 168, 32: 255}  # by width: three programs share a multiprocessor, or two
+WIDTHS = (16, 32)
 COUNTS = ("H", "num_queries", "num_keys")
 
 
@@ -430,17 +430,22 @@ def fits(components: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
         components == 2
         and query.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]
-        and query.shape[-1] in REGISTERS
+        and query.shape[-1] in WIDTHS
         and min(query.shape[2], key.shape[2]) > 0
         and on_hopper(query)
     )
+
+
+def registers(name: str, width: int) -> int:
+    """What lets three programs share a multiprocessor; where shared memory has room for two, as many as there are."""
+    return 255 if name == "backward_kernel" and width > 16 else 168
 
 
 def common(query: Tensor, key: Tensor, hard: bool, causal: bool) -> dict[str, Any]:
     width, block = query.shape[-1], BLOCK.value
     return {
         "D": width, "TQ": -(-query.shape[2] // block), "TK": -(-key.shape[2] // block), "CAUSAL": causal,
-        "EVEN": key.shape[2] % block == 0, "BEST": hard, "maxnreg": REGISTERS[width],
+        "EVEN": key.shape[2] % block == 0, "BEST": hard,
     }  # fmt: skip
 
 
@@ -453,7 +458,7 @@ def forward(
         forward_kernel, 1, 1, query, query, key, shift, value, log_prior, keys, output, rows, far, scale,
         inverse_variance, *strides(query, key, value, output), query.shape[1], query.shape[2], key.shape[2],
         rows.shape[-1], keys.shape[-1], PRIOR_AXES=0 if log_prior is None else log_prior.dim(),
-        **common(query, key, hard, causal),
+        **common(query, key, hard, causal), maxnreg=registers("forward_kernel", query.shape[-1]),
     )  # fmt: skip
 
 
@@ -467,4 +472,5 @@ def backward(
         backward_kernel, 1, 1, query, query, key, shift, value, keys, output, rows, far, grad, *grads, grad_bias, part,
         scale, inverse_variance, *strides(query, key, value, output, grad, *grads), query.shape[1], query.shape[2],
         key.shape[2], rows.shape[-1], keys.shape[-1], POSITIONS=grad_bias.dim() > 1, **common(query, key, hard, causal),
+        maxnreg=registers("backward_kernel", query.shape[-1]),
     )  # fmt: skip
