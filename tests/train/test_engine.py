@@ -18,6 +18,7 @@ from mgk.train.data import Source
 from mgk.train.diagnose import culprit
 from mgk.train.fabric import launch
 from mgk.train.learner import Learner, split
+from mgk.train.run import share_cores
 from tests.train.common import LISTOPS, log, losses, prepare, tiny, weights
 
 
@@ -38,6 +39,20 @@ def test_the_folder_has_what_it_takes_to_run_again(undisturbed: Path, data_root:
     assert start["seed"] == 0
     assert {"torch", "mgk", "numpy"} <= set(start["versions"])
     assert {"commit", "command", "time", "python"} <= set(start)
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, 4), ("16", 16)])
+def test_processes_side_by_side_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, expected: int
+) -> None:
+    threads = [16]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    share_cores(4)
+    assert threads == [expected]
 
 
 def test_the_log_says_how_it_went(undisturbed: Path) -> None:

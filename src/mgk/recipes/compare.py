@@ -17,6 +17,7 @@ from mgk.train.config import Config, replace
 from mgk.train.cost import flops
 from mgk.train.engine import Result, train
 from mgk.train.files import write_json, write_text
+from mgk.train.run import share_cores
 
 # 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -157,7 +158,8 @@ def execute(
         return
     # Each run in a process of its own: a GPU is shared by processes, a Python interpreter is not.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(runs)), context) as pool:
+    processes = min(jobs, len(runs))
+    with ProcessPoolExecutor(processes, context, share_cores, (processes,)) as pool:
         waiting = {pool.submit(attempt, config, path, data_root, quiet): (text, path) for text, config, path in runs}
         for future in as_completed(waiting):
             text, path = waiting[future]

@@ -42,6 +42,7 @@ from mgk.train import train
 from mgk.train.config import Config, replace
 from mgk.train.data import load
 from mgk.train.files import write_text
+from mgk.train.run import share_cores
 
 RESULTS = Path("results") / "cells"
 RUNS = Path("runs") / "reproduce"
@@ -216,6 +217,7 @@ def side_by_side(todo: Sequence[Job], place: Place, grace: float) -> None:
 
 def serve(todo: Sequence[Job], place: Place, at: Any) -> None:
     """A process of `side_by_side`; `at` is memory that its parent reads."""
+    share_cores(min(place.jobs, len(todo)))
     if not work(todo, place, at):
         raise SystemExit(1)
 
