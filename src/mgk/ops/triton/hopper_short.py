@@ -210,13 +210,14 @@ def forward_kernel(
         w_0, w_1 = gl.where(taken, gl.exp2(log_0), 0.0), gl.where(taken, gl.exp2(log_1), 0.0)
         gl.store(p_keys + padded_keys + o_n, w_0)
         gl.store(p_keys + 2 * padded_keys + o_n, w_1)
-        gl.store(p_keys + 3 * padded_keys + o_n, log_0)
-        gl.store(p_keys + 4 * padded_keys + o_n, log_1)
+        if BEST:
+            gl.store(p_keys + 3 * padded_keys + o_n, log_0)
+            gl.store(p_keys + 4 * padded_keys + o_n, log_1)
+            gap_s.index(t).store((log_0 - log_1).to(gl.float16))
         k_s.index(t).store(b_k)
         v0_s.index(t).store((b_v * w_0[:, None]).to(gl.bfloat16))
         v1_s.index(t).store((b_v * w_1[:, None]).to(gl.bfloat16))
         c_s.index(t).store(columns_of(w_0, w_1, flat))
-        gap_s.index(t).store((log_0 - log_1).to(gl.float16))
     b_0, b_1 = gl.load(p_shift + o_d).to(gl.float32), gl.load(p_shift + D + o_d).to(gl.float32)
     for t in gl.static_range(TQ):
         o_m = t * BLOCK + gl.arange(0, BLOCK, along)
@@ -230,7 +231,8 @@ def forward_kernel(
         q_s.index(t).store(b_q)
         bound_s.index(t).store(gl.sum(query * query, 1) * (0.5 * unit) - first)
         rho_s.index(t).store(rho)
-        lead_s.index(t).store(lead.to(gl.float16))
+        if BEST:
+            lead_s.index(t).store(lead.to(gl.float16))
     far = gl.max(beyond, 0) > 0
     gl.store(p_far, far.to(gl.float32))
     if far:
@@ -394,14 +396,16 @@ def backward_kernel(
             lse_s.index(t).store(gl.load(p_rows + o_m))
             delta_s.index(t).store(gl.sum(b_g.to(gl.float32) * b_o.to(gl.float32), 1))
             rho_s.index(t).store(rho)
-            lead_s.index(t).store(lead.to(gl.float16))
+            if BEST:
+                lead_s.index(t).store(lead.to(gl.float16))
             c_s.index(t).store(columns_of(gl.full([BLOCK], 1.0, gl.float32, along), rho, flat))
         for t in gl.static_range(TK):
             o_n = t * BLOCK + gl.arange(0, BLOCK, along)
             k_s.index(t).store(load_block(place_of(K, i_b, i_h, skb, skh), t, num_keys, skn, D, flat))
             v_s.index(t).store(load_block(place_of(V, i_b, i_h, svb, svh), t, num_keys, svn, D, flat))
-            gap = gl.load(p_keys + 3 * padded_keys + o_n) - gl.load(p_keys + 4 * padded_keys + o_n)
-            gap_s.index(t).store(gap.to(gl.float16))
+            if BEST:
+                gap = gl.load(p_keys + 3 * padded_keys + o_n) - gl.load(p_keys + 4 * padded_keys + o_n)
+                gap_s.index(t).store(gap.to(gl.float16))
         barrier()
         shared = (q_s, g_s, k_s, v_s, x_s, y_s, c_s, lse_s, delta_s, lead_s)
         pointers = (
