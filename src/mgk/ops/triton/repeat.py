@@ -4,10 +4,10 @@ A launcher reads shapes and strides, chooses tiles, allocates and launches. For 
 the same again but the addresses. So when a call comes for the second time, what its launcher does is written down on a
 tape, on numbered tensors: allocations, operators of PyTorch, launches. From then on the tape is played.
 
-Two calls are alike if their tensors agree in shape, strides, dtype, device and whether their addresses are multiples of
-16, and if all other arguments and all settings are equal. A launcher may depend on nothing else; above all it never
-looks at a number on the device. It is called as it is where something watches (a mode, a transform, a hook of
-Triton's), where one tensor is passed twice, and where it used a tensor that is neither an argument nor its own.
+Two calls are alike if their tensors agree in shape, strides, dtype, device, whether their addresses are multiples of 16
+and which of them begin at the same one, and if all other arguments and all settings are equal. A launcher may depend on
+nothing else; above all it never looks at a number on the device. It is called as it is where something watches (a mode,
+a transform, a hook of Triton's), and where it used a tensor that is neither an argument nor its own.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def repeated(launcher: Callable[..., Any]) -> Callable[..., Any]:
         addresses = list(map(address, tensors))
         key += [each % 16 for each in addresses] if reduce(or_, addresses, 0) % 16 else ()
         if len(set(addresses)) < len(addresses):
-            return launcher(*inputs)
+            key += map(addresses.index, addresses)  # which are one memory
         known = tuple(key)
         tape = tapes.get(known)
         if tape is not None:
