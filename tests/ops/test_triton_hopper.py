@@ -124,6 +124,21 @@ def test_each_short_head_takes_its_road(e_step: str, taken: list[str]) -> None:
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
+def test_a_short_query_far_from_all_keys(e_step: str, taken: list[str]) -> None:
+    """But not nearer to one component: only the sum of its row tells."""
+    case = replace(SHORT, e_step=e_step, prior=None)
+    inputs = {name: x.detach().bfloat16() for name, x in case.inputs(torch.float32).items()}
+    apart = (inputs["shift"][1, 1] - inputs["shift"][1, 0]).double()
+    query = inputs["query"][0, 1, 77].double()
+    inputs["query"][0, 1, 77] = 80 * (query - apart * (query @ apart) / apart.square().sum()).bfloat16()
+    exact = run({name: x.double() for name, x in inputs.items()}, "reference", case.options())
+    output = run(inputs, "triton", case.options())[0]
+    error = (output[0, 1] - exact[0][0, 1]).norm(dim=-1)
+    assert bool((error <= 0.1 * exact[0][0, 1].norm(dim=-1)).all())
+    assert taken == SHORT_KERNELS
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
 def test_short_queries_that_see_nothing(e_step: str, taken: list[str]) -> None:
     case = replace(SHORT, e_step=e_step, is_causal=True, Nq=200, Nk=70, prior=None)
     assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options())
