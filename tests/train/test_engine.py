@@ -39,6 +39,7 @@ def test_the_folder_has_what_it_takes_to_run_again(undisturbed: Path, data_root:
     assert start["seed"] == 0
     assert {"torch", "mgk", "numpy"} <= set(start["versions"])
     assert {"commit", "command", "time", "python"} <= set(start)
+    assert not Path(start["command"][0]).is_absolute()
 
 
 @pytest.mark.parametrize(("told", "expected"), [(None, 4), ("16", 16)])

@@ -101,7 +101,7 @@ def environment() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": command(),
         "python": platform.python_version(),
         "versions": versions,
         "commit": commit(),
@@ -109,6 +109,13 @@ def environment() -> dict[str, Any]:
         "gpu": gpu,
         "threads": torch.get_num_threads(),
     }
+
+
+def command() -> list[str]:
+    """The command line, without the folder that the program lies in."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["python", "-m", module.name.removesuffix(".__main__")] if module else [Path(sys.argv[0]).name]
+    return [*program, *sys.argv[1:]]
 
 
 def share_cores(processes: int) -> None:
