@@ -114,16 +114,6 @@ def assert_near(inputs: Inputs, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
-def test_each_short_head_takes_its_road(e_step: str, taken: list[str]) -> None:
-    case = replace(SHORT, B=2, e_step=e_step, is_causal=True, prior=None)
-    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
-    inputs["key"][1, 0] *= 16
-    inputs["query"][0, 1, 77] *= 80
-    assert_near(inputs, case.options())
-    assert taken == SHORT_KERNELS
-
-
-@pytest.mark.parametrize("e_step", E_STEPS)
 def test_a_short_query_far_from_all_keys(e_step: str, taken: list[str]) -> None:
     """But not nearer to one component: only the sum of its row tells."""
     case = replace(SHORT, e_step=e_step, prior=None)
@@ -138,38 +128,33 @@ def test_a_short_query_far_from_all_keys(e_step: str, taken: list[str]) -> None:
     assert taken == SHORT_KERNELS
 
 
-@pytest.mark.parametrize("e_step", E_STEPS)
-def test_short_queries_that_see_nothing(e_step: str, taken: list[str]) -> None:
-    case = replace(SHORT, e_step=e_step, is_causal=True, Nq=200, Nk=70, prior=None)
-    assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options())
-    assert taken == SHORT_KERNELS
+KINDS = [(CASE, ALL), (replace(CASE, variant="mgk"), ALL), (SHORT, SHORT_KERNELS)]
+each_kind = pytest.mark.parametrize(("case", "kernels"), KINDS, ids=["smgk", "mgk", "short"])
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_each_head_takes_its_road(variant: str, e_step: str, taken: list[str]) -> None:
+@each_kind
+def test_each_head_takes_its_road(case: Case, kernels: list[str], e_step: str, taken: list[str]) -> None:
     """One head that reaches far and one with a query far from all keys, among others."""
-    case = replace(CASE, B=2, variant=variant, e_step=e_step, is_causal=True, D=128, Dv=128, prior=None)
+    width, factor = (128, 8) if kernels is ALL else (16, 16)
+    case = replace(case, B=2, e_step=e_step, is_causal=True, D=width, Dv=width, prior=None)
     inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
-    inputs["key"][1, 0] *= 8
-    inputs["query"][0, 1, 77] *= 40
+    inputs["key"][1, 0] *= factor
+    inputs["query"][0, 1, 77] *= 5 * factor
     assert_near(inputs, case.options())
-    assert taken == ALL
+    assert taken == kernels
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_queries_that_see_nothing(variant: str, e_step: str, taken: list[str]) -> None:
-    case = replace(CASE, variant=variant, e_step=e_step, is_causal=True, Nq=384, Nk=129, prior=None)
+@each_kind
+def test_queries_that_see_nothing(case: Case, kernels: list[str], e_step: str, taken: list[str]) -> None:
+    queries, keys = (384, 129) if kernels is ALL else (200, 70)
+    case = replace(case, e_step=e_step, is_causal=True, Nq=queries, Nk=keys, prior=None)
     assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options())
-    assert taken == ALL
+    assert taken == kernels
 
 
-@pytest.mark.parametrize(
-    ("case", "kernels"),
-    [(CASE, ALL), (replace(CASE, variant="mgk"), ALL), (SHORT, SHORT_KERNELS)],
-    ids=["smgk", "mgk", "short"],
-)
+@each_kind
 def test_the_same_bits_every_time_and_in_any_layout(case: Case, kernels: list[str], taken: list[str]) -> None:
     """Gradients have no atomics; (B,N,H,D) in memory is read as it lies."""
     case = replace(case, is_causal=True, H=4)

@@ -88,7 +88,7 @@ def mixed(rho, w_0, w_1, BEST: gl.constexpr):
 @gluon.jit
 def column_of(block, r: gl.constexpr, layout: gl.constexpr):
     """Column r of a product's few columns, in the layout of the rows of another."""
-    o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, block.type.layout))
+    o_column = gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
     return gl.convert_layout(gl.sum(gl.where((o_column == r)[None, :], block, 0.0), 1), gl.SliceLayout(1, layout))
 
 
@@ -194,6 +194,15 @@ def seen_keys(o_m, o_n, num_queries, num_keys, CAUSAL: gl.constexpr, EVEN: gl.co
 
 
 @gluon.jit
+def is_spoilt(total, o_m, num_queries, num_keys, CAUSAL: gl.constexpr):
+    """Which queries that see a key have a sum that a fixed maximum may have spoilt; see primitives.flag_misfits."""
+    spoilt = ((total >= 2.0**-90) & (total <= 2.0**90) == 0) & (o_m < num_queries)
+    if CAUSAL:
+        spoilt = spoilt & (o_m + num_keys - num_queries >= 0)
+    return spoilt
+
+
+@gluon.jit
 def forward_block(
     part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
@@ -245,10 +254,7 @@ def forward_block(
 
     total = gl.sum(sums, 1)  # the other columns are 0
     here = gl.convert_layout(total, row)
-    spoilt = ((here >= 2.0**-90) & (here <= 2.0**90) == 0) & (o_m < num_queries)  # see primitives.flag_misfits
-    if CAUSAL:
-        spoilt = spoilt & (o_m + num_keys - num_queries >= 0)
-    if gl.max(spoilt.to(gl.int32), 0) > 0:
+    if gl.max(is_spoilt(here, o_m, num_queries, num_keys, CAUSAL).to(gl.int32), 0) > 0:
         gl.store(p_far + 1, 1.0)
     gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))

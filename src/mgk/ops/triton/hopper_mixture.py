@@ -32,6 +32,7 @@ from mgk.ops.triton.hopper import (
     column_of,
     copy,
     even,
+    is_spoilt,
     lines,
     multiply,
     multiply_add,
@@ -155,10 +156,7 @@ def forward_block(
 
     total = gl.sum(sums, 1)  # the other columns are 0
     here = gl.convert_layout(total, row)
-    spoilt = ((here >= 2.0**-90) & (here <= 2.0**90) == 0) & (o_m < num_queries)  # see primitives.flag_misfits
-    if CAUSAL:
-        spoilt = spoilt & (o_m + num_keys - num_queries >= 0)
-    if gl.max(spoilt.to(gl.int32), 0) > 0:
+    if gl.max(is_spoilt(here, o_m, num_queries, num_keys, CAUSAL).to(gl.int32), 0) > 0:
         gl.store(p_far + 1, 1.0)
     gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))

@@ -21,15 +21,35 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from mgk.ops.triton.hopper import on_hopper, run, strides, where_larger
+from mgk.ops.triton import bias, primitives
+from mgk.ops.triton.hopper import (
+    column_of,
+    is_spoilt,
+    on_hopper,
+    range_of,
+    run,
+    seen_keys,
+    strides,
+    where_larger,
+)
 from mgk.ops.triton.hopper_mixture import without
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # before a loop, or the compiler puts one into it
 BLOCK = gl.constexpr(64)  # queries or keys of a tile, 16 for each warp
 COLUMNS = gl.constexpr(8)  # of the products that sum rows
-LOG2E = gl.constexpr(1.4426950408889634)
-LIGHT_KEYS, LIGHT_ROWS = gl.constexpr(70.0), gl.constexpr(30.0)  # as in bias.py
+LOG2E = gl.constexpr(primitives.LOG2E.value)
+LIGHT_KEYS, LIGHT_ROWS = gl.constexpr(bias.LIGHT_KEYS.value), gl.constexpr(bias.LIGHT_ROWS.value)
 WIDTHS = (16, 32)
+# Of products of one warp, what is on their left and right, and vectors along their rows and columns; of shared memory.
+PRODUCT = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+MMA, LEFT, RIGHT, ROW, COLUMN = map(
+    gl.constexpr,
+    (
+        PRODUCT, gl.DotOperandLayout(0, PRODUCT, 2), gl.DotOperandLayout(1, PRODUCT, 2), gl.SliceLayout(1, PRODUCT),
+        gl.SliceLayout(0, PRODUCT),
+    ),
+)  # fmt: skip
+THIN, LINE = map(gl.constexpr, (gl.SwizzledSharedLayout(8, 1, 1, [1, 0]), gl.SwizzledSharedLayout(1, 1, 1, [0])))
 COUNTS = ("H", "num_queries", "num_keys")
 
 
@@ -39,57 +59,51 @@ def place_of(p_base, i_b, i_h, stride_b, stride_h):
 
 
 @gluon.jit
+def rows_of(p_base, t, num_rows, stride, D: gl.constexpr, layout: gl.constexpr):
+    """Where tile t of a matrix lies, and which of its rows there are."""
+    o_row = t * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    o_column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    return p_base + o_row.to(gl.int64)[:, None] * stride + o_column[None, :], (o_row < num_rows)[:, None]
+
+
+@gluon.jit
 def load_block(p_base, t, num_rows, stride, D: gl.constexpr, layout: gl.constexpr):
-    o_row = t * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-    o_column = gl.arange(0, D, gl.SliceLayout(0, layout))
-    p_block = p_base + o_row.to(gl.int64)[:, None] * stride + o_column[None, :]
-    return gl.load(p_block, mask=(o_row < num_rows)[:, None], other=0.0)
+    p_block, real = rows_of(p_base, t, num_rows, stride, D, layout)
+    return gl.load(p_block, mask=real, other=0.0)
 
 
 @gluon.jit
-def store_block(p_base, block, t, num_rows, stride, D: gl.constexpr, layout: gl.constexpr):
-    o_row = t * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-    o_column = gl.arange(0, D, gl.SliceLayout(0, layout))
-    p_block = p_base + o_row.to(gl.int64)[:, None] * stride + o_column[None, :]
-    gl.store(p_block, block.to(gl.bfloat16), mask=(o_row < num_rows)[:, None])
+def store_block(p_base, block, t, num_rows, stride, D: gl.constexpr):
+    p_block, real = rows_of(p_base, t, num_rows, stride, D, MMA)
+    gl.store(p_block, block.to(gl.bfloat16), mask=real)
 
 
 @gluon.jit
-def scores_and_slopes(b_x, b_y, x_s, y_s, mma: gl.constexpr):
-    """Rows times rows: of queries and keys, and of dO and values."""
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    zero = gl.zeros([BLOCK, BLOCK], gl.float32, mma)
-    return (
-        mma_v2(b_x, x_s.permute((1, 0)).load(right), zero), mma_v2(b_y, y_s.permute((1, 0)).load(right), zero),
-    )  # fmt: skip
+def rows_times(b_x, y_s):
+    """Rows on the left times those of a tile."""
+    return mma_v2(b_x, y_s.permute((1, 0)).load(RIGHT), gl.zeros([BLOCK, BLOCK], gl.float32, MMA))
 
 
 @gluon.jit
-def shares(x, lead, gap, BEST: gl.constexpr, mma: gl.constexpr):
+def weights_of(s, scale, bound, o_m, t, whole, num_queries, num_keys, CAUSAL: gl.constexpr, EVEN: gl.constexpr):
+    """e of a tile of queries and tile t of the keys."""
+    e = gl.exp2(s * scale - bound[:, None])
+    if CAUSAL or not EVEN:
+        if t >= whole:
+            o_n = t * BLOCK + gl.arange(0, BLOCK, COLUMN)
+            e = gl.where(seen_keys(o_m, o_n, num_queries, num_keys, CAUSAL, EVEN), e, 0.0)
+    return e
+
+
+@gluon.jit
+def shares(x, lead, gap, BEST: gl.constexpr):
     """What the components have of x, as left sides of products: both all of it, or the one that wins."""
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     first = x.to(gl.bfloat16)
     second = first
     if BEST:
         second = where_larger(gap, lead, first)
         first = without(first, second)
-    return gl.convert_layout(first, left), gl.convert_layout(second, left)
-
-
-@gluon.jit
-def column_of(block, r: gl.constexpr):
-    o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, block.type.layout))
-    return gl.sum(gl.where((o_column == r)[None, :], block, 0.0), 1)
-
-
-@gluon.jit
-def tiles_seen(i, offset, TK: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many key tiles a tile of queries sees, and how many of them it sees all of."""
-    count, whole = TK, TK
-    if CAUSAL:
-        count = gl.minimum(TK, gl.cdiv(gl.maximum(i * BLOCK + BLOCK + offset, 0), BLOCK))
-        whole = gl.maximum(i * BLOCK + offset + 1, 0) // BLOCK
-    return count, whole
+    return gl.convert_layout(first, LEFT), gl.convert_layout(second, LEFT)
 
 
 @gluon.jit
@@ -98,12 +112,12 @@ def log_weights(b_k, p_shift, p_prior, t, r: gl.constexpr, inverse_variance, num
     """log_w of a block of keys, as in bias.py."""
     o_n = t * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
     key = b_k + gl.load(p_shift + r * D + gl.arange(0, D, gl.SliceLayout(0, layout))).to(gl.float32)[None, :]
-    bias = gl.sum(key * key, 1) * -0.5 * inverse_variance
+    log_w = gl.sum(key * key, 1) * -0.5 * inverse_variance
     if PRIOR_AXES == 2:
-        bias += gl.load(p_prior + r).to(gl.float32)
+        log_w += gl.load(p_prior + r).to(gl.float32)
     if PRIOR_AXES == 3:
-        bias += gl.load(p_prior + r * num_keys + o_n, mask=o_n < num_keys, other=0.0).to(gl.float32)
-    return bias * LOG2E
+        log_w += gl.load(p_prior + r * num_keys + o_n, mask=o_n < num_keys, other=0.0).to(gl.float32)
+    return log_w * LOG2E
 
 
 @gluon.jit
@@ -115,53 +129,38 @@ def columns_of(x, y, layout: gl.constexpr):
 
 @gluon.jit
 def outputs(
-    shared, p_out, p_rows, p_far, numbers, D: gl.constexpr, TQ: gl.constexpr, TK: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN: gl.constexpr, BEST: gl.constexpr,
+    shared, p_out, p_rows, p_far, numbers, D: gl.constexpr, TQ: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    BEST: gl.constexpr,
 ):  # fmt: skip
     """The output and LSE; and whether a fixed maximum spoilt any, see primitives.flag_misfits."""
     q_s, k_s, v0_s, v1_s, c_s, bound_s, rho_s, lead_s, gap_s = shared
     scale, son, num_queries, num_keys = numbers
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    row: gl.constexpr = gl.SliceLayout(1, mma)
-    column: gl.constexpr = gl.SliceLayout(0, mma)
-    o_row, o_column, offset = gl.arange(0, BLOCK, row), gl.arange(0, BLOCK, column), num_keys - num_queries
-    misfits = gl.zeros([BLOCK], gl.int32, row)
+    o_row, misfits = gl.arange(0, BLOCK, ROW), gl.zeros([BLOCK], gl.int32, ROW)
     for i in range(TQ):
-        o_m = i * BLOCK + o_row
-        b_q = q_s.index(i).load(gl.DotOperandLayout(0, mma, 2))
-        bound, rho = bound_s.index(i).load(row), rho_s.index(i).load(row)
-        lead = lead_s.index(i).load(row)[:, None].broadcast_to([BLOCK, BLOCK])
-        acc_0, acc_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
-        sums_0, sums_1 = gl.zeros([BLOCK, COLUMNS], gl.float32, mma), gl.zeros([BLOCK, COLUMNS], gl.float32, mma)
-        count, whole = tiles_seen(i, offset, TK, CAUSAL)
+        o_m, b_q = i * BLOCK + o_row, q_s.index(i).load(LEFT)
+        bound, rho = bound_s.index(i).load(ROW), rho_s.index(i).load(ROW)
+        lead = lead_s.index(i).load(ROW)[:, None].broadcast_to([BLOCK, BLOCK])
+        acc_0, acc_1 = gl.zeros([BLOCK, D], gl.float32, MMA), gl.zeros([BLOCK, D], gl.float32, MMA)
+        sums_0, sums_1 = gl.zeros([BLOCK, COLUMNS], gl.float32, MMA), gl.zeros([BLOCK, COLUMNS], gl.float32, MMA)
+        whole, count = range_of(i, num_queries, num_keys, BLOCK, BLOCK, CAUSAL)
         for t in range(count):
-            s = mma_v2(b_q, k_s.index(t).permute((1, 0)).load(right), gl.zeros([BLOCK, BLOCK], gl.float32, mma))
-            e = gl.exp2(s * scale - bound[:, None])
-            if CAUSAL:
-                if t >= whole:
-                    e = gl.where(t * BLOCK + o_column[None, :] <= o_m[:, None] + offset, e, 0.0)
-            if not EVEN:
-                if t == TK - 1:
-                    e = gl.where((t * BLOCK + o_column < num_keys)[None, :], e, 0.0)
-            gap = gap_s.index(t).load(column)[None, :].broadcast_to([BLOCK, BLOCK])
-            e_0, e_1 = shares(e, lead, gap, BEST, mma)
-            b_c = c_s.index(t).load(right)
-            acc_0, acc_1 = mma_v2(e_0, v0_s.index(t).load(right), acc_0), mma_v2(e_1, v1_s.index(t).load(right), acc_1)
+            s = rows_times(b_q, k_s.index(t))
+            e = weights_of(s, scale, bound, o_m, t, whole, num_queries, num_keys, CAUSAL, EVEN)
+            gap = gap_s.index(t).load(COLUMN)[None, :].broadcast_to([BLOCK, BLOCK])
+            e_0, e_1 = shares(e, lead, gap, BEST)
+            b_c = c_s.index(t).load(RIGHT)
+            acc_0, acc_1 = mma_v2(e_0, v0_s.index(t).load(RIGHT), acc_0), mma_v2(e_1, v1_s.index(t).load(RIGHT), acc_1)
             sums_0 = mma_v2(e_0, b_c, sums_0)
             if BEST:
                 sums_1 = mma_v2(e_1, b_c, sums_1)
         if not BEST:
             sums_1 = sums_0
-        total = column_of(sums_0, 0) + rho * column_of(sums_1, 1)
-        spoilt = ((total >= 2.0**-90) & (total <= 2.0**90) == 0) & (o_m < num_queries)
-        if CAUSAL:
-            spoilt = spoilt & (o_m + offset >= 0)
-        misfits = misfits | spoilt.to(gl.int32)
+        total = column_of(sums_0, 0, MMA) + rho * column_of(sums_1, 1, MMA)
+        misfits = misfits | is_spoilt(total, o_m, num_queries, num_keys, CAUSAL).to(gl.int32)
         some = (total > 0) & (o_m < num_queries)
         gl.store(p_rows + o_m, gl.where(some, bound + gl.log2(total), float("inf")))
         output = (acc_0 + acc_1 * rho[:, None]) / gl.where(some, total, 1.0)[:, None]
-        store_block(p_out, gl.where(some[:, None], output, 0.0), i, num_queries, son, D, mma)
+        store_block(p_out, gl.where(some[:, None], output, 0.0), i, num_queries, son, D)
     gl.store(p_far + 1, gl.max(misfits, 0).to(gl.float32))
 
 
@@ -174,8 +173,6 @@ def forward_kernel(
     """Of KEYS and ROWS what `backward_kernel` reads; both numbers of FAR_HEADS, and no more of a head that is far."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile: gl.constexpr = gl.NVMMASharedLayout(2 * D, 16, 2)
-    thin: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     along: gl.constexpr = gl.SliceLayout(1, flat)
     i_bh = gl.program_id(0)
     i_b, i_h, i_g = (i_bh // H).to(gl.int64), (i_bh % H).to(gl.int64), i_bh.to(gl.int64)
@@ -183,11 +180,11 @@ def forward_kernel(
     k_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)
     v0_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)  # w_0 v
     v1_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)
-    c_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, COLUMNS], thin)  # w_0 and w_1
-    bound_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
-    rho_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
-    lead_s = gl.allocate_shared_memory(gl.float16, [TQ, BLOCK], line)
-    gap_s = gl.allocate_shared_memory(gl.float16, [TK, BLOCK], line)
+    c_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, COLUMNS], THIN)  # w_0 and w_1
+    bound_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], LINE)
+    rho_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], LINE)
+    lead_s = gl.allocate_shared_memory(gl.float16, [TQ, BLOCK], LINE)
+    gap_s = gl.allocate_shared_memory(gl.float16, [TK, BLOCK], LINE)
     p_rows, p_keys = ROWS + i_g * 5 * padded_queries, KEYS + i_g * 5 * padded_keys
     p_shift, p_prior, p_far = SHIFT + i_h * 2 * D, PRIOR, FAR_HEADS + 2 * i_bh
     o_d, beyond = gl.arange(0, D, gl.SliceLayout(0, flat)), gl.full([BLOCK], -1.0, gl.float32, along)
@@ -241,7 +238,7 @@ def forward_kernel(
         shared = (q_s, k_s, v0_s, v1_s, c_s, bound_s, rho_s, lead_s, gap_s)
         numbers = (scale, son, num_queries, num_keys)
         p_out = place_of(OUT, i_b, i_h, sob, soh)
-        outputs(shared, p_out, p_rows, p_far, numbers, D, TQ, TK, CAUSAL, EVEN, BEST)
+        outputs(shared, p_out, p_rows, p_far, numbers, D, TQ, CAUSAL, EVEN, BEST)
 
 
 @gluon.jit
@@ -253,56 +250,51 @@ def key_side(
     q_s, g_s, k_s, v_s, qr_s, gr_s, c_s, lse_s, delta_s, lead_s = shared
     p_keys, p_shift, p_dk, p_dv, p_dlw, p_part = pointers
     scale, inverse_variance, sdn, sen, num_queries, num_keys, padded_keys = numbers
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    row: gl.constexpr = gl.SliceLayout(1, mma)
-    column: gl.constexpr = gl.SliceLayout(0, mma)
-    o_d, o_row, o_column = gl.arange(0, D, column), gl.arange(0, BLOCK, row), gl.arange(0, BLOCK, column)
+    o_d, o_row, o_column = gl.arange(0, D, COLUMN), gl.arange(0, BLOCK, ROW), gl.arange(0, BLOCK, COLUMN)
     b_0, b_1 = gl.load(p_shift + o_d).to(gl.float32), gl.load(p_shift + D + o_d).to(gl.float32)
     offset = num_keys - num_queries
-    dshift_0, dshift_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
-    dprior_0, dprior_1 = gl.zeros([BLOCK], gl.float32, row), gl.zeros([BLOCK], gl.float32, row)
+    dshift_0, dshift_1 = gl.zeros([BLOCK, D], gl.float32, MMA), gl.zeros([BLOCK, D], gl.float32, MMA)
+    dprior_0, dprior_1 = gl.zeros([BLOCK], gl.float32, ROW), gl.zeros([BLOCK], gl.float32, ROW)
     for j in range(TK):
         o_n = j * BLOCK + o_row
-        b_k, b_v = k_s.index(j).load(left), v_s.index(j).load(left)
+        b_k, b_v = k_s.index(j).load(LEFT), v_s.index(j).load(LEFT)
         w_0, w_1 = gl.load(p_keys + padded_keys + o_n), gl.load(p_keys + 2 * padded_keys + o_n)
         gap = (gl.load(p_keys + 3 * padded_keys + o_n) - gl.load(p_keys + 4 * padded_keys + o_n)).to(gl.float16)
         gap = gap[:, None].broadcast_to([BLOCK, BLOCK])
-        q_0, q_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
-        v_0, v_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
-        sums_0, sums_1 = gl.zeros([BLOCK, COLUMNS], gl.float32, mma), gl.zeros([BLOCK, COLUMNS], gl.float32, mma)
+        q_0, q_1 = gl.zeros([BLOCK, D], gl.float32, MMA), gl.zeros([BLOCK, D], gl.float32, MMA)
+        v_0, v_1 = gl.zeros([BLOCK, D], gl.float32, MMA), gl.zeros([BLOCK, D], gl.float32, MMA)
+        sums_0, sums_1 = gl.zeros([BLOCK, COLUMNS], gl.float32, MMA), gl.zeros([BLOCK, COLUMNS], gl.float32, MMA)
         begin, visible = 0, 0
         if CAUSAL:
             begin = gl.maximum(j * BLOCK - offset, 0) // BLOCK
             visible = gl.cdiv(gl.maximum(j * BLOCK + BLOCK - 1 - offset, 0), BLOCK)
         for t in range(begin, TQ):
-            s, slope = scores_and_slopes(b_k, b_v, q_s.index(t), g_s.index(t), mma)
-            e = gl.exp2(s * scale - lse_s.index(t).load(column)[None, :])
+            s, slope = rows_times(b_k, q_s.index(t)), rows_times(b_v, g_s.index(t))
+            e = gl.exp2(s * scale - lse_s.index(t).load(COLUMN)[None, :])
             if CAUSAL:
                 if t < visible:
                     e = gl.where(o_n[:, None] <= t * BLOCK + o_column[None, :] + offset, e, 0.0)
             if not EVEN:
                 if j == TK - 1:
                     e = gl.where((o_n < num_keys)[:, None], e, 0.0)
-            g = e * (slope - delta_s.index(t).load(column)[None, :])
-            lead = lead_s.index(t).load(column)[None, :].broadcast_to([BLOCK, BLOCK])
-            g_0, g_1 = shares(g, lead, gap, BEST, mma)
-            e_0, e_1 = shares(e, lead, gap, BEST, mma)
-            b_c = c_s.index(t).load(right)
-            q_0, q_1 = mma_v2(g_0, q_s.index(t).load(right), q_0), mma_v2(g_1, qr_s.index(t).load(right), q_1)
-            v_0, v_1 = mma_v2(e_0, g_s.index(t).load(right), v_0), mma_v2(e_1, gr_s.index(t).load(right), v_1)
+            g = e * (slope - delta_s.index(t).load(COLUMN)[None, :])
+            lead = lead_s.index(t).load(COLUMN)[None, :].broadcast_to([BLOCK, BLOCK])
+            g_0, g_1 = shares(g, lead, gap, BEST)
+            e_0, e_1 = shares(e, lead, gap, BEST)
+            b_c = c_s.index(t).load(RIGHT)
+            q_0, q_1 = mma_v2(g_0, q_s.index(t).load(RIGHT), q_0), mma_v2(g_1, qr_s.index(t).load(RIGHT), q_1)
+            v_0, v_1 = mma_v2(e_0, g_s.index(t).load(RIGHT), v_0), mma_v2(e_1, gr_s.index(t).load(RIGHT), v_1)
             sums_0 = mma_v2(g_0, b_c, sums_0)
             if BEST:
                 sums_1 = mma_v2(g_1, b_c, sums_1)
         if not BEST:
             sums_1 = sums_0
-        dlog_w_0, dlog_w_1 = column_of(sums_0, 0) * w_0, column_of(sums_1, 1) * w_1
-        key = k_s.index(j).load(mma).to(gl.float32)
+        dlog_w_0, dlog_w_1 = column_of(sums_0, 0, MMA) * w_0, column_of(sums_1, 1, MMA) * w_1
+        key = k_s.index(j).load(MMA).to(gl.float32)
         pull_0 = q_0 * w_0[:, None] - dlog_w_0[:, None] * (key + b_0[None, :])
         pull_1 = q_1 * w_1[:, None] - dlog_w_1[:, None] * (key + b_1[None, :])
-        store_block(p_dk, (pull_0 + pull_1) * inverse_variance, j, num_keys, sdn, D, mma)
-        store_block(p_dv, v_0 * w_0[:, None] + v_1 * w_1[:, None], j, num_keys, sen, D, mma)
+        store_block(p_dk, (pull_0 + pull_1) * inverse_variance, j, num_keys, sdn, D)
+        store_block(p_dv, v_0 * w_0[:, None] + v_1 * w_1[:, None], j, num_keys, sen, D)
         dshift_0, dshift_1, dprior_0, dprior_1 = (
             dshift_0 + pull_0, dshift_1 + pull_1, dprior_0 + dlog_w_0, dprior_1 + dlog_w_1,
         )  # fmt: skip
@@ -317,38 +309,26 @@ def key_side(
 
 @gluon.jit
 def query_side(
-    shared, p_dq, numbers, D: gl.constexpr, TQ: gl.constexpr, TK: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN: gl.constexpr, BEST: gl.constexpr,
+    shared, p_dq, numbers, D: gl.constexpr, TQ: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    BEST: gl.constexpr,
 ):  # fmt: skip
     """dq."""
     q_s, g_s, k_s, v_s, k0_s, k1_s, rho_s, lse_s, delta_s, lead_s, gap_s = shared
     scale, inverse_variance, sxn, num_queries, num_keys = numbers
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    row: gl.constexpr = gl.SliceLayout(1, mma)
-    column: gl.constexpr = gl.SliceLayout(0, mma)
-    o_row, o_column, offset = gl.arange(0, BLOCK, row), gl.arange(0, BLOCK, column), num_keys - num_queries
+    o_row = gl.arange(0, BLOCK, ROW)
     for i in range(TQ):
-        o_m = i * BLOCK + o_row
-        b_q, b_g = q_s.index(i).load(left), g_s.index(i).load(left)
-        lse, delta, rho = lse_s.index(i).load(row), delta_s.index(i).load(row), rho_s.index(i).load(row)
-        lead = lead_s.index(i).load(row)[:, None].broadcast_to([BLOCK, BLOCK])
-        dq_0, dq_1 = gl.zeros([BLOCK, D], gl.float32, mma), gl.zeros([BLOCK, D], gl.float32, mma)
-        count, whole = tiles_seen(i, offset, TK, CAUSAL)
+        o_m, b_q, b_g = i * BLOCK + o_row, q_s.index(i).load(LEFT), g_s.index(i).load(LEFT)
+        lse, delta, rho = lse_s.index(i).load(ROW), delta_s.index(i).load(ROW), rho_s.index(i).load(ROW)
+        lead = lead_s.index(i).load(ROW)[:, None].broadcast_to([BLOCK, BLOCK])
+        dq_0, dq_1 = gl.zeros([BLOCK, D], gl.float32, MMA), gl.zeros([BLOCK, D], gl.float32, MMA)
+        whole, count = range_of(i, num_queries, num_keys, BLOCK, BLOCK, CAUSAL)
         for t in range(count):
-            s, slope = scores_and_slopes(b_q, b_g, k_s.index(t), v_s.index(t), mma)
-            e = gl.exp2(s * scale - lse[:, None])
-            if CAUSAL:
-                if t >= whole:
-                    e = gl.where(t * BLOCK + o_column[None, :] <= o_m[:, None] + offset, e, 0.0)
-            if not EVEN:
-                if t == TK - 1:
-                    e = gl.where((t * BLOCK + o_column < num_keys)[None, :], e, 0.0)
-            gap = gap_s.index(t).load(column)[None, :].broadcast_to([BLOCK, BLOCK])
-            g_0, g_1 = shares(e * (slope - delta[:, None]), lead, gap, BEST, mma)
-            dq_0, dq_1 = mma_v2(g_0, k0_s.index(t).load(right), dq_0), mma_v2(g_1, k1_s.index(t).load(right), dq_1)
-        store_block(p_dq, (dq_0 + dq_1 * rho[:, None]) * inverse_variance, i, num_queries, sxn, D, mma)
+            s, slope = rows_times(b_q, k_s.index(t)), rows_times(b_g, v_s.index(t))
+            e = weights_of(s, scale, lse, o_m, t, whole, num_queries, num_keys, CAUSAL, EVEN)
+            gap = gap_s.index(t).load(COLUMN)[None, :].broadcast_to([BLOCK, BLOCK])
+            g_0, g_1 = shares(e * (slope - delta[:, None]), lead, gap, BEST)
+            dq_0, dq_1 = mma_v2(g_0, k0_s.index(t).load(RIGHT), dq_0), mma_v2(g_1, k1_s.index(t).load(RIGHT), dq_1)
+        store_block(p_dq, (dq_0 + dq_1 * rho[:, None]) * inverse_variance, i, num_queries, sxn, D)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -361,8 +341,6 @@ def backward_kernel(
     """PART (G,2,D+1) takes dshift and, last, the sum of dlog_w."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile: gl.constexpr = gl.NVMMASharedLayout(2 * D, 16, 2)
-    thin: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     along: gl.constexpr = gl.SliceLayout(1, flat)
     T: gl.constexpr = TQ if TQ > TK else TK
     i_bh = gl.program_id(0)
@@ -374,12 +352,12 @@ def backward_kernel(
         v_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)
         x_s = gl.allocate_shared_memory(gl.bfloat16, [T, BLOCK, D], tile)  # rho q, then w_0 (k + b_0)
         y_s = gl.allocate_shared_memory(gl.bfloat16, [T, BLOCK, D], tile)  # rho do, then w_1 (k + b_1)
-        c_s = gl.allocate_shared_memory(gl.bfloat16, [TQ, BLOCK, COLUMNS], thin)  # 1 and rho
-        lse_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
-        delta_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
-        rho_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], line)
-        lead_s = gl.allocate_shared_memory(gl.float16, [TQ, BLOCK], line)
-        gap_s = gl.allocate_shared_memory(gl.float16, [TK, BLOCK], line)
+        c_s = gl.allocate_shared_memory(gl.bfloat16, [TQ, BLOCK, COLUMNS], THIN)  # 1 and rho
+        lse_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], LINE)
+        delta_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], LINE)
+        rho_s = gl.allocate_shared_memory(gl.float32, [TQ, BLOCK], LINE)
+        lead_s = gl.allocate_shared_memory(gl.float16, [TQ, BLOCK], LINE)
+        gap_s = gl.allocate_shared_memory(gl.float16, [TK, BLOCK], LINE)
         p_rows, p_keys = ROWS + i_g * 5 * padded_queries, KEYS + i_g * 5 * padded_keys
         p_shift, p_part = SHIFT + i_h * 2 * D, PART + i_g * 2 * (D + 1)
         for t in gl.static_range(TQ):
@@ -425,7 +403,7 @@ def backward_kernel(
         barrier()
         shared = (q_s, g_s, k_s, v_s, x_s, y_s, rho_s, lse_s, delta_s, lead_s, gap_s)
         numbers = (scale, inverse_variance, sxn, num_queries, num_keys)
-        query_side(shared, place_of(DQ, i_b, i_h, sxb, sxh), numbers, D, TQ, TK, CAUSAL, EVEN, BEST)
+        query_side(shared, place_of(DQ, i_b, i_h, sxb, sxh), numbers, D, TQ, CAUSAL, EVEN, BEST)
 
 
 def fits(components: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -445,11 +423,11 @@ def registers(name: str, width: int) -> int:
     return 255 if name == "backward_kernel" and width > 16 else 168
 
 
-def common(query: Tensor, key: Tensor, hard: bool, causal: bool) -> dict[str, Any]:
+def common(name: str, query: Tensor, key: Tensor, hard: bool, causal: bool) -> dict[str, Any]:
     width, block = query.shape[-1], BLOCK.value
     return {
         "D": width, "TQ": -(-query.shape[2] // block), "TK": -(-key.shape[2] // block), "CAUSAL": causal,
-        "EVEN": key.shape[2] % block == 0, "BEST": hard,
+        "EVEN": key.shape[2] % block == 0, "BEST": hard, "maxnreg": registers(name, width),
     }  # fmt: skip
 
 
@@ -462,7 +440,7 @@ def forward(
         forward_kernel, 1, 1, query, query, key, shift, value, log_prior, keys, output, rows, far, scale,
         inverse_variance, *strides(query, key, value, output), query.shape[1], query.shape[2], key.shape[2],
         rows.shape[-1], keys.shape[-1], PRIOR_AXES=0 if log_prior is None else log_prior.dim(),
-        **common(query, key, hard, causal), maxnreg=registers("forward_kernel", query.shape[-1]),
+        **common("forward_kernel", query, key, hard, causal),
     )  # fmt: skip
 
 
@@ -475,6 +453,6 @@ def backward(
     run(
         backward_kernel, 1, 1, query, query, key, shift, value, keys, output, rows, far, grad, *grads, grad_bias, part,
         scale, inverse_variance, *strides(query, key, value, output, grad, *grads), query.shape[1], query.shape[2],
-        key.shape[2], rows.shape[-1], keys.shape[-1], POSITIONS=grad_bias.dim() > 1, **common(query, key, hard, causal),
-        maxnreg=registers("backward_kernel", query.shape[-1]),
+        key.shape[2], rows.shape[-1], keys.shape[-1], POSITIONS=grad_bias.dim() > 1,
+        **common("backward_kernel", query, key, hard, causal),
     )  # fmt: skip
