@@ -20,14 +20,14 @@ def descriptor(rows: int, width: int, layout: Any, kind: str = "bf16", rank: int
 
 
 def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> Any:
-    kernel, tile, thin = getattr(module, name), hopper.TILE, hopper.THIN.value
+    kernel, tile, thin = getattr(module, name), hopper.layout(width, 4), hopper.THIN.value
     constants: dict[str, Any] = {"CAUSAL": causal, "BEST": hard, **module.sizes(name, width)}
     constants["POSITIONS" if name == "key_kernel" else "EVEN"] = causal
     queries, keys, projected = constants["BM"], constants["BN"], module is hopper_mixture
     other = queries if name == "key_kernel" else keys
     kinds = {
         "q_desc": descriptor(queries, width, tile, rank=4), "g_desc": descriptor(queries, width, tile, rank=4),
-        "k_desc": descriptor(keys, width, hopper_mixture.KEY_TILE if projected else tile, rank=4 + projected),
+        "k_desc": descriptor(keys, width, hopper.layout(width, 4 + projected), rank=4 + projected),
         "v_desc": descriptor(keys, width, tile, rank=4), "c_desc": descriptor(other, 16, thin),
         "w_desc": descriptor(1, other, hopper.ROW16), "gap_desc": descriptor(1, other, hopper.ROW16, "fp16"),
         "r_desc": descriptor(1, other, hopper.ROW32, "fp32"), "n_desc": descriptor(1, other, hopper.ROW16),
@@ -63,12 +63,12 @@ def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool =
 
 
 if __name__ == "__main__":
-    names = "forward_kernel", "query_kernel", "key_kernel"
-    for module, name, width in product((hopper, hopper_mixture), names, (64, 128)):
-        hard = (width == 64) == (name == "query_kernel")
-        result = compiled(module, name, width, hard, causal=hard == (module is hopper))
-        if result.metadata.shared + 1024 > MEMORY:
-            raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
+    for module in (hopper, hopper_mixture):
+        for name, width in module.SIZES:
+            hard = (width != 128) == (name == "query_kernel")
+            result = compiled(module, name, width, hard, causal=hard == (module is hopper))
+            if result.metadata.shared + 1024 > MEMORY:
+                raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
     for name, (width, programs) in product(("forward_kernel", "backward_kernel"), ((16, 3), (32, 2))):
         hard = (width == 16) == (name == "forward_kernel")
         result = compiled_short(name, width, hard, causal=not hard)

@@ -80,6 +80,26 @@ def test_values_and_gradients(case: Case, scale: float, variant: str, e_step: st
     assert taken == ALL
 
 
+NARROW_HEADS = replace(CASE, Nq=384, Nk=384, D=32, Dv=32)
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("case", "scale"),
+    [
+        (replace(NARROW_HEADS, prior="position"), 1.0),
+        (NARROW_HEADS, 6.0),
+        (replace(NARROW_HEADS, B=2, Nq=300, Nk=333, is_causal=True), 1.0),
+    ],
+    ids=["whole", "far", "ragged causal"],
+)
+def test_narrow_heads(case: Case, scale: float, variant: str, e_step: str, taken: list[str]) -> None:
+    """Some kernels are these, others Triton's, whichever is faster."""
+    assert_low_precision(replace(case, variant=variant, e_step=e_step), torch.bfloat16, scale=scale)
+    assert taken == (["key_kernel"] if variant == "smgk" else ALL if e_step == "hard" else ["forward_kernel"])
+
+
 SHORT, SHORT_KERNELS = replace(CASE, Nq=128, Nk=128, D=16, Dv=16), ["forward_kernel", "backward_kernel"]
 
 
@@ -128,15 +148,15 @@ def test_a_short_query_far_from_all_keys(e_step: str, taken: list[str]) -> None:
     assert taken == SHORT_KERNELS
 
 
-KINDS = [(CASE, ALL), (replace(CASE, variant="mgk"), ALL), (SHORT, SHORT_KERNELS)]
-each_kind = pytest.mark.parametrize(("case", "kernels"), KINDS, ids=["smgk", "mgk", "short"])
+KINDS = [(CASE, ALL), (replace(CASE, variant="mgk"), ALL), (NARROW_HEADS, ["key_kernel"]), (SHORT, SHORT_KERNELS)]
+each_kind = pytest.mark.parametrize(("case", "kernels"), KINDS, ids=["smgk", "mgk", "narrow", "short"])
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
 @each_kind
 def test_each_head_takes_its_road(case: Case, kernels: list[str], e_step: str, taken: list[str]) -> None:
     """One head that reaches far and one with a query far from all keys, among others."""
-    width, factor = (128, 8) if kernels is ALL else (16, 16)
+    width, factor = (128, 8) if kernels is ALL else (case.D, 16)
     case = replace(case, B=2, e_step=e_step, is_causal=True, D=width, Dv=width, prior=None)
     inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
     inputs["key"][1, 0] *= factor
@@ -148,7 +168,7 @@ def test_each_head_takes_its_road(case: Case, kernels: list[str], e_step: str, t
 @pytest.mark.parametrize("e_step", E_STEPS)
 @each_kind
 def test_queries_that_see_nothing(case: Case, kernels: list[str], e_step: str, taken: list[str]) -> None:
-    queries, keys = (384, 129) if kernels is ALL else (200, 70)
+    queries, keys = (200, 70) if kernels is SHORT_KERNELS else (384, 129)
     case = replace(case, e_step=e_step, is_causal=True, Nq=queries, Nk=keys, prior=None)
     assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options())
     assert taken == kernels

@@ -272,7 +272,7 @@ def shifted_forward(
         settings |= {"PACKED": packed, **options(choice)}
         blocks = rows.shape[-1] // choice.queries * batch * heads
         launches = forward_launches(hard, query, components)
-        if GLUON and masks is None and not dropout_p and hopper.fits(components, query, key, value):
+        if GLUON and masks is None and not dropout_p and hopper.fits(64, components, query, key, value):
             del launches[0]
             hopper.forward(
                 query, key, value, narrow_keys, output, rows, far, LOG2E / variance, hard, causal,
@@ -347,8 +347,8 @@ def shifted_gradients(
     on_keys = tile("shifted", "key", query, value, components)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
-    wide = GLUON and masks is None and not dropout_p and hopper.fits(components, query, key, value, grad)
-    parts = query_blocks + (keys.shape[-1] // hopper.HALF.value if wide else key_blocks)
+    wide = GLUON and masks is None and not dropout_p and hopper.fits(32, components, query, key, value, grad)
+    parts = (rows.shape[-1] + keys.shape[-1]) // hopper.HALF.value if wide else query_blocks + key_blocks
     *grads, grad_bias = room
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(rows.shape[0], rows.shape[-1], max(1 << components.bit_length(), lanes(on_keys)))
@@ -371,22 +371,26 @@ def shifted_gradients(
         key_columns = side_by_side(narrow_keys, COLUMNS)
         row_columns = narrow_keys.new_empty(rows.shape[0], rows.shape[-1], COLUMNS)
     launches = backward_launches(hard, query, components) if batch * heads else []
+    on_query_side = [how | {"AS_VECTORS": wide and how["HEADS"] == NEAR} for how in launches]
     if wide:
         launches, order = launches[1:], section(key, value, num_keys, causal)
+    if wide and width > 32:  # the query side of narrower heads is faster in Triton
+        del on_query_side[0]
         hopper.query_side(
             grad, query, key, shift, value, output, rows, narrow_keys, key_columns, row_columns, far, known, grads[0],
             part, numbers[0], numbers[-1], hard, causal, order,
         )  # fmt: skip
-        hopper.key_side(
-            grad, query, key, shift, value, keys, row_columns, far, known, grads[1], grads[2], grad_bias, part,
-            numbers[0], numbers[-1], hard, causal, order, sizes[4],
-        )  # fmt: skip
-    for how in launches if query_blocks else ():
+    for how in on_query_side if query_blocks else ():
         launch(
             shifted.query_kernel, programs(batch * heads * query_blocks, how), query, key, shift, value, keys,
             narrow_keys, key_columns, output, rows, far, masks, seed, grad, known, row_columns, grads[0], part,
             *numbers, *strides(query, key, value, output, grad, grads[0], packed=packed), *sizes, parts, **settings,
             **how, **options(on_queries),
+        )  # fmt: skip
+    if wide:
+        hopper.key_side(
+            grad, query, key, shift, value, keys, row_columns, far, known, grads[1], grads[2], grad_bias, part,
+            numbers[0], numbers[-1], hard, causal, order, sizes[4],
         )  # fmt: skip
     for how in launches if key_blocks else ():
         launch(
@@ -469,7 +473,7 @@ def mixture_forward(
         }  # fmt: skip
         blocks = rows.shape[-1] // choice.queries * batch * heads
         launches = [near, rest][not fixed :]
-        if GLUON and fixed and masks is None and not dropout_p and hopper.fits(components, query, key, value):
+        if GLUON and fixed and masks is None and not dropout_p and hopper.fits(32, components, query, key, value):
             del launches[0]
             hopper_mixture.forward(
                 query, key, value, keys, narrow_keys, output, rows, far, LOG2E / variance, hard, causal,
@@ -528,7 +532,8 @@ def mixture_gradients(
     varied = per_component is not None
     query_parts = query_blocks if varied else 0  # only then do queries contribute
     masks = spans(query_mask, key_mask, num_queries, num_keys, ends)
-    wide = GLUON and masks is None and not dropout_p and not varied and hopper.fits(components, query, key, value, grad)
+    wide = GLUON and masks is None and not dropout_p and not varied
+    wide = wide and hopper.fits(32 if hard else 64, components, query, key, value, grad)
     *grads, grad_bias = room
     empty = partial(torch.empty, device=query.device, dtype=torch.float32)
     known = empty(*rows.shape, max(2, lanes(on_keys)))

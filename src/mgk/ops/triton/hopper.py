@@ -37,13 +37,12 @@ COLUMNS = gl.constexpr(16)
 SIZES = {
     ("forward_kernel", 64): (128, 5, True), ("forward_kernel", 128): (64, 5, True),
     ("query_kernel", 64): (128, 5, False), ("query_kernel", 128): (64, 4, True),
-    ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
+    ("key_kernel", 32): (128, 4, False), ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
 }  # fmt: skip
 COUNTS = ("groups", "section", "H", "num_queries", "num_keys", "positions", "query_parts", "parts", "width")
 # Vectors along the queries that the key side reads lie where the other kernels have numbers side by side: LSE, delta,
 # and where a third would be, two narrow ones: rho in bfloat16, and the bits of the lead in float16.
 NARROW = gl.constexpr(4)
-TILE = gl.NVMMASharedLayout(128, 16, 4)
 THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
 
@@ -613,14 +612,17 @@ def key_kernel(
         )  # fmt: skip
 
 
-def fits(components: int, *tensors: Tensor) -> bool:
-    """Whether these kernels take query, key, value and what else is read in tiles; none have masks or dropout."""
+def fits(narrowest: int, components: int, *tensors: Tensor) -> bool:
+    """Whether these kernels take query, key, value and what else is read in tiles, in heads of `narrowest` to 128; none
+    have masks or dropout.
+    """
     query, key, value = tensors[:3]
     return (
         components == 2
         and query.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]
-        and query.shape[-1] in (64, 128)
+        and query.shape[-1] in (32, 64, 128)
+        and query.shape[-1] >= narrowest
         and min(query.shape[2], key.shape[-2]) >= BLOCK
         and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         and all(0 < stride < 2**31 and stride % 8 == 0 for tensor in tensors for stride in tensor.stride()[:-1])
@@ -642,8 +644,16 @@ def even(query: Tensor, key: Tensor) -> bool:
     return query.shape[2] % BLOCK == key.shape[-2] % BLOCK == 0
 
 
+def layout(width: int, rank: int) -> Any:
+    """Of a tile of `width` columns in shared memory."""
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
+
+
 def tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], [1, 1, rows, tensor.shape[-1]], TILE)
+    """Of rows along the last dimension but one."""
+    rank, width = tensor.dim(), tensor.shape[-1]
+    shape = [*[1] * (rank - 2), rows, width]
+    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], shape, layout(width, rank))
 
 
 def lines(tensor: Tensor, width: int, layout: Any) -> TensorDescriptor:

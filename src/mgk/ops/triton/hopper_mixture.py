@@ -47,11 +47,11 @@ from mgk.ops.triton.hopper import (
     work_of,
 )
 
-KEY_TILE = gl.NVMMASharedLayout(128, 16, 5)
 # (kernel, width): the tile of the other side, and how many of those the ring holds
 SIZES = {
-    ("forward_kernel", 64): (128, 3), ("forward_kernel", 128): (64, 3), ("query_kernel", 64): (64, 4),
-    ("query_kernel", 128): (64, 3), ("key_kernel", 64): (64, 3), ("key_kernel", 128): (64, 4),
+    ("forward_kernel", 32): (128, 4), ("forward_kernel", 64): (128, 3), ("forward_kernel", 128): (64, 3),
+    ("query_kernel", 32): (64, 5), ("query_kernel", 64): (64, 4), ("query_kernel", 128): (64, 3),
+    ("key_kernel", 32): (64, 5), ("key_kernel", 64): (64, 3), ("key_kernel", 128): (64, 4),
 }  # fmt: skip
 
 
@@ -568,10 +568,6 @@ def sizes(name: str, width: int) -> dict[str, Any]:
     return {"BM": queries, "BN": keys, "STAGES": stages, "D": width}
 
 
-def key_tiles(key: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(key, [*key.shape], [*key.stride()], [1, 1, 1, rows, key.shape[-1]], KEY_TILE)
-
-
 def weights(keys: Tensor, narrow_keys: Tensor, hard: bool, width: int) -> TensorDescriptor:
     """What is added to scores, or multiplied with their exponentials."""
     return lines(keys, width, ROW32) if hard else lines(narrow_keys, width, ROW16)
@@ -585,7 +581,7 @@ def forward(
     size = sizes("forward_kernel", query.shape[-1])
     tile = size["BN"]
     run(
-        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), key_tiles(key, tile), tiles(value, tile),
+        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(key, tile), tiles(value, tile),
         weights(keys, narrow_keys, hard, tile), output, rows, far, scale, *strides(output), far.shape[0], section,
         query.shape[1], query.shape[2], key.shape[3], rows.shape[-1], **size, EVEN=even(query, key),
         CAUSAL=causal, BEST=hard,
@@ -601,7 +597,7 @@ def query_side(
     size = sizes("query_kernel", query.shape[-1])
     tile = size["BN"]
     run(
-        query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), key_tiles(key, tile),
+        query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, tile),
         tiles(value, tile), weights(keys, narrow_keys, hard, tile), output, rows, far, known, grad_query, scale,
         inverse_variance, *strides(output, grad_query), far.shape[0], section, query.shape[1], query.shape[2],
         key.shape[3], rows.shape[-1], known.shape[-1], **size, EVEN=even(query, key), CAUSAL=causal, BEST=hard,
@@ -618,7 +614,7 @@ def key_side(
     queries, block = size["BM"], size["BN"]
     vectors = lines(known.view(known.shape[0], -1, known.shape[1]), queries, ROW32)
     run(
-        key_kernel, key.shape[3], block, query, tiles(query, queries), tiles(grad, queries), key_tiles(key, block),
+        key_kernel, key.shape[3], block, query, tiles(query, queries), tiles(grad, queries), tiles(key, block),
         tiles(value, block), vectors, keys if hard else narrow_keys, far, grad_key, grad_value, grad_bias, part, scale,
         inverse_variance, *strides(grad_key, grad_value), far.shape[0], section, query.shape[1], query.shape[2],
         key.shape[3], positions, keys.shape[-1], part.shape[2], known.shape[-1], **size, CAUSAL=causal, BEST=hard,

@@ -375,17 +375,25 @@ def query_step(
 
 @triton.jit
 def store_known(
-    p_known, p_columns, o_m, lse, delta, rows, dtype: tl.constexpr, M: tl.constexpr, AS_COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, BM: tl.constexpr,
+    p_known, p_columns, o_m, lse, delta, rows, padded_queries, dtype: tl.constexpr, M: tl.constexpr,
+    AS_COLUMNS: tl.constexpr, AS_VECTORS: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """What the key side needs of a query side by side: LSE, delta, the rest of `rows`; and 1 and these, narrow, again
-    as columns.
+    """What the key side needs of a query side by side: LSE, delta, the rest of `rows`; or, for that of hopper.py, as
+    vectors along the queries, the rest in 16 bits. And 1 and these, narrow, again as columns.
     """
-    p_known += o_m * WIDTH
-    tl.store(p_known, lse)
-    tl.store(p_known + 1, delta)
-    for r in tl.static_range(1, M):
-        tl.store(p_known + 1 + r, rows[r])
+    if AS_VECTORS:
+        tl.store(p_known + o_m, lse)
+        tl.store(p_known + padded_queries + o_m, delta)
+        p_narrow = (p_known + 2 * padded_queries).to(tl.pointer_type(tl.bfloat16)) + o_m
+        tl.store(p_narrow, rows[1].to(tl.bfloat16))
+        if M == 3:
+            tl.store(p_narrow + padded_queries, rows[2].to(tl.float16).to(tl.bfloat16, bitcast=True))
+    else:
+        p_known += o_m * WIDTH
+        tl.store(p_known, lse)
+        tl.store(p_known + 1, delta)
+        for r in tl.static_range(1, M):
+            tl.store(p_known + 1 + r, rows[r])
     if AS_COLUMNS:
         o_column = tl.arange(0, COLUMNS)[None, :]
         block = tl.where(o_column == 0, tl.full([BM, COLUMNS], 1.0, tl.float32), 0.0)
@@ -402,7 +410,7 @@ def query_block(
     DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, AS_VECTORS: tl.constexpr,
 ):  # fmt: skip
     """dq, what the key side needs, and each query block's share of dshift."""
     i_b, i_h, i_g = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
@@ -431,8 +439,8 @@ def query_block(
         p_columns += i_g * COLUMNS * padded_keys
         p_row_columns += i_g * COLUMNS * padded_queries
     store_known(
-        KNOWN + i_g * WIDTH * padded_queries, p_row_columns, o_m, lse, delta, rows, b_q.dtype, KEPT, AS_COLUMNS, WIDTH,
-        BM,
+        KNOWN + i_g * WIDTH * padded_queries, p_row_columns, o_m, lse, delta, rows, padded_queries, b_q.dtype, KEPT,
+        AS_COLUMNS, AS_VECTORS, WIDTH, BM,
     )  # fmt: skip
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
@@ -483,7 +491,7 @@ def query_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
     HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
     SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, AS_VECTORS: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
     blocks, groups = padded_queries // BM, BATCHES * H
@@ -498,7 +506,7 @@ def query_kernel(
                         ROW_COLUMNS, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb,
                         skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys,
                         padded_queries, padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS,
-                        KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN, PACKED,
+                        KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN, PACKED, AS_VECTORS,
                     )  # fmt: skip
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
@@ -509,7 +517,7 @@ def query_kernel(
                 ROW_COLUMNS, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn,
                 svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries,
                 padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
-                PRECISION, WIDTH, BM, BN, PACKED,
+                PRECISION, WIDTH, BM, BN, PACKED, AS_VECTORS,
             )  # fmt: skip
 
 
