@@ -120,6 +120,19 @@ def test_a_model_without_attention_is_an_error() -> None:
         collect(nn.Linear(2, 2), torch.randn(1, 2))
 
 
+def test_a_model_that_does_not_call_its_attention_is_an_error() -> None:
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = MixtureAttention(24, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(RuntimeError, match=r"model: expected a call of its attention layers \(attention\), saw none"):
+        collect(Idle(), torch.randn(1, 5, 24))
+
+
 def test_rows_survive_extreme_logits() -> None:
     """Far beyond the range of exp, weights are those of float64, and a row without keys is zero."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mgk.analysis.collect import collect
 from mgk.nn import MixtureAttention
 from mgk.nn.packing import Packing
 from tests.ops.triton_env import DEVICE, overflow_checked
@@ -188,3 +189,22 @@ def test_without_gradients_it_is_whole_too(calls: list[bool]) -> None:
         output = plainly(module, x)
     assert torch.equal(output, plainly(module, x))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("call", [plainly, packed])
+def test_who_looks_inside_sees_the_parts(call: Callable[[MixtureAttention, Tensor], Tensor], calls: list[bool]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = make(variant="smgk")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return call(self.attention, x)
+
+    model, x = Model(), normal(BATCH, LENGTH, EMBED)
+    (found,) = collect(model, x)
+    assert found.name == "attention"
+    assert found.query.shape == (BATCH, 2, LENGTH, 16)
+    assert not calls
+    model(x)
+    assert calls == [True]

@@ -99,17 +99,25 @@ def collect(
     With `visit`, each layer is passed to it as soon as it has run, and none is kept: the list is empty.
     """
     layers: list[Layer] = []
+    seen: set[str] = set()
     found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureAttention)}
     if not found:
         raise ValueError(f"model: expected a module with mgk.nn.MixtureAttention in it, got {type(model).__name__}")
     training = {module: module.training for module in model.modules()}
+
+    def note(layer: Layer) -> None:
+        seen.add(layer.name)
+        (visit or layers.append)(layer)
+
     model.eval()
     try:
-        with torch.no_grad(), watched(found, layers.append if visit is None else visit):
+        with torch.no_grad(), watched(found, note):
             model(*inputs, **options)
     finally:
         for module, mode in training.items():
             module.training = mode
+    if not seen:
+        raise RuntimeError(f"model: expected a call of its attention layers ({', '.join(found)}), saw none")
     return layers
 
 
@@ -117,6 +125,7 @@ def collect(
 def watched(modules: dict[str, MixtureAttention], visit: Callable[[Layer], None]) -> Iterator[None]:
     """While this lasts, `visit` gets a `Layer` for every call of the modules."""
     methods = ("_softmax", "_gaussian", "_linear")  # where queries and keys are as the operator takes them
+    around = ("_whole", "_rows")  # operators on more than that, where there are any
 
     def wrap(name: str, module: MixtureAttention, method: str) -> Callable[..., Any]:
         call = getattr(module, method)
@@ -131,10 +140,12 @@ def watched(modules: dict[str, MixtureAttention], visit: Callable[[Layer], None]
         for name, module in modules.items():
             for method in methods:
                 object.__setattr__(module, method, wrap(name, module, method))
+            for method in around:
+                object.__setattr__(module, method, lambda *_: None)
         yield
     finally:
         for module in modules.values():
-            for method in methods:
+            for method in (*methods, *around):
                 module.__dict__.pop(method, None)
 
 
