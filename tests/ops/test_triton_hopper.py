@@ -68,7 +68,7 @@ ALL = ["forward_kernel", "query_kernel", "key_kernel"]
         (replace(CASE, is_causal=True, D=128, Dv=128), 1.0),
         (replace(CASE, D=128, Dv=128, Nq=128, Nk=384, prior="position"), 1.0),
         (replace(CASE, Nq=128, Nk=640, is_causal=True, prior="position"), 1.0),
-        (replace(CASE, B=2, H=3, Nq=384, Nk=384, is_causal=True, D=128, Dv=128), 1.0),
+        (replace(CASE, B=2, Nq=384, Nk=384, is_causal=True, D=128, Dv=128), 1.0),
         (replace(CASE, Nq=200, Nk=331, prior="position"), 1.0),
         (replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 1.0),
         (replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 6.0),
@@ -90,7 +90,7 @@ NARROW_HEADS = replace(CASE, Nq=384, Nk=384, D=32, Dv=32)
     [
         (replace(NARROW_HEADS, prior="position"), 1.0),
         (NARROW_HEADS, 6.0),
-        (replace(NARROW_HEADS, B=2, Nq=300, Nk=333, is_causal=True), 1.0),
+        (replace(NARROW_HEADS, Nq=270, Nk=300, is_causal=True), 1.0),
     ],
     ids=["whole", "far", "ragged causal"],
 )
@@ -177,7 +177,7 @@ def test_queries_that_see_nothing(case: Case, kernels: list[str], e_step: str, t
 @each_kind
 def test_the_same_bits_every_time_and_in_any_layout(case: Case, kernels: list[str], taken: list[str]) -> None:
     """Gradients have no atomics; (B,N,H,D) in memory is read as it lies."""
-    case = replace(case, is_causal=True, H=4)
+    case = replace(case, is_causal=True)
     inputs = {name: x.detach().bfloat16() for name, x in case.inputs(torch.float32).items()}
     first, again = (run(inputs, "triton", case.options()) for _ in range(2))
     other = {name: x.transpose(1, -2).contiguous().transpose(1, -2) if x.dim() > 3 else x for name, x in inputs.items()}
