@@ -1,7 +1,8 @@
-"""Compile the kernels of ops/triton/hopper*.py for compute capability 9.0, which needs no GPU."""
+"""Compile the kernels of modules ops/triton/hopper*.py, by name, for compute capability 9.0, which needs no GPU."""
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from typing import Any
 
@@ -63,14 +64,15 @@ def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool =
 
 
 if __name__ == "__main__":
-    for module, (name, width) in product((hopper, hopper_mixture), hopper.SIZES):
-        if width < 128 and not name.startswith("key"):
-            continue  # as at 128, with less shared memory
-        hard = (width == 64) == (module is hopper)
-        result = compiled(module, name, width, hard, causal=not hard)
-        if result.metadata.shared + 1024 > MEMORY:
-            raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
-    for name, width, hard, programs in (("forward_kernel", 16, True, 3), ("backward_kernel", 32, False, 2)):
-        result = compiled_short(name, width, hard, causal=not hard)
-        if result.metadata.shared + 1024 > MEMORY // programs:
-            raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
+    for module in [each for each in (hopper, hopper_mixture) if each.__name__.split(".")[-1] in sys.argv]:
+        for name, width in module.SIZES:
+            hard = (width != 128) == (name == "query_kernel")
+            result = compiled(module, name, width, hard, causal=hard == (module is hopper))
+            if result.metadata.shared + 1024 > MEMORY:
+                raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
+    if "hopper_short" in sys.argv:
+        for name, (width, programs) in product(("forward_kernel", "backward_kernel"), ((16, 3), (32, 2))):
+            hard = (width == 16) == (name == "forward_kernel")
+            result = compiled_short(name, width, hard, causal=not hard)
+            if result.metadata.shared + 1024 > MEMORY // programs:
+                raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")

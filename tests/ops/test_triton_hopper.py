@@ -68,7 +68,7 @@ ALL = ["forward_kernel", "query_kernel", "key_kernel"]
         (replace(CASE, is_causal=True, D=128, Dv=128), 1.0),
         (replace(CASE, D=128, Dv=128, Nq=128, Nk=384, prior="position"), 1.0),
         (replace(CASE, Nq=128, Nk=640, is_causal=True, prior="position"), 1.0),
-        (replace(CASE, B=2, Nq=384, Nk=384, is_causal=True, D=128, Dv=128), 1.0),
+        (replace(CASE, B=2, H=3, Nq=384, Nk=384, is_causal=True, D=128, Dv=128), 1.0),
         (replace(CASE, Nq=200, Nk=331, prior="position"), 1.0),
         (replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 1.0),
         (replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 6.0),
@@ -90,7 +90,7 @@ NARROW_HEADS = replace(CASE, Nq=384, Nk=384, D=32, Dv=32)
     [
         (replace(NARROW_HEADS, prior="position"), 1.0),
         (NARROW_HEADS, 6.0),
-        (replace(NARROW_HEADS, Nq=270, Nk=300, is_causal=True), 1.0),
+        (replace(NARROW_HEADS, B=2, Nq=270, Nk=300, is_causal=True), 1.0),
     ],
     ids=["whole", "far", "ragged causal"],
 )
@@ -205,10 +205,11 @@ def test_what_they_do_not_take_is_left_to_the_others(case: Case, variant: str, t
     assert not taken
 
 
-def test_they_compile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", NAMES)
+def test_they_compile(module: str, tmp_path: Path) -> None:
     """Without a GPU too, by whatever Triton is there, in a process that does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(Path(__file__).with_name("compile_hopper.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("compile_hopper.py")), module]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
