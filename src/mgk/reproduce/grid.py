@@ -239,7 +239,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], list[list[Row]]]] = {
         LRA[:3],
         [[Row(attention, 1, option) for attention, option in product(("smgk", "mgk"), ("hard", "em", ""))]],
     ),
-    "checkpoints": (("text-often",), [[Row("softmax", 1), Row("linear", 8)]]),
+    "checkpoints": (("text-often",), [[Row("softmax", 1), Row("linear", 8), Row("softmax", 4), Row("linear", 2)]]),
     "ablations": (
         (SHORT,),
         [
