@@ -43,7 +43,12 @@ def generate(
     import torch
 
     from mgk.hf.generate import load_for_generation, stream
+    from mgk.ops.arguments import check_count
 
+    check_count("--tokens", tokens)
+    check_count("--beams", beams)
+    if not 0 <= top_p <= 1:
+        raise ValueError(f"--top-p: expected 0 to 1, got {top_p}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)

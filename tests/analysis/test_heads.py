@@ -78,6 +78,14 @@ def test_padding_is_left_out() -> None:
     (padded,), (plain,) = collect(module, x, key_padding_mask=padding), collect(module, x[:, :7])
     assert padded.head(0).num_queries == padded.head(0).num_keys == 7
     torch.testing.assert_close(padded.head(0).rows().weights, plain.head(0).rows().weights)
+    torch.testing.assert_close(padded.component_keys(0), plain.component_keys(0))
+
+
+@pytest.mark.parametrize("variant", ["mlk", "smlk"])
+def test_keys_that_are_mixed_are_one_component(variant: str) -> None:
+    (layer,) = collect(MixtureAttention(16, 2, variant=variant, mixing="keys"), torch.randn(1, 6, 16))
+    assert layer.num_components == layer.head(0).num_components == len(layer.component_keys(0)) == 1
+    torch.testing.assert_close(layer.prior, torch.ones(2, 1))
 
 
 class Twice(nn.Module):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -15,6 +16,7 @@ import tyro
 from mgk.analysis import commands, rank
 from mgk.analysis.report import comparison_page, rank_table
 from mgk.analysis.runs import Run
+from mgk.data.splits import Documents, Pairs, Stream
 from mgk.models import ClassifierConfig, LanguageModelConfig, MatcherConfig
 from mgk.recipes import compare
 from mgk.train import Config, DataConfig
@@ -117,6 +119,38 @@ def test_words_unknown_to_the_model_are_shown_and_read_as_unknown(monkeypatch: p
     assert list(given.tokens) == ["the ", "dog ", "<eos> ", "cat ", "<eos> "]
 
 
+def test_words_are_split_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of plain articles: signs are tokens of their own, and a line without any is none."""
+    monkeypatch.setattr(Run, "prepared", Words())
+    given = untrained(LanguageModelConfig(vocabulary=4), "enwiki").of_text("the cat, the\n\ncat's")
+    assert list(given.tokens) == ["the ", "cat ", ", ", "the ", "<eos> ", "cat's ", "<eos> "]
+    assert given.arguments[0].tolist() == [[2, 3, 1, 2, 0, 1, 0]]
+
+
+class Tokens:
+    def __init__(self, examples: Any) -> None:
+        self.examples = examples
+        self.manifest: dict[str, Any] = {"facts": {}}
+
+    def split(self, _: str) -> Any:
+        return self.examples
+
+
+def test_examples_are_counted_as_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole windows of a stream; the documents of a matcher, not its pairs."""
+    run = untrained(LanguageModelConfig(max_length=6), "enwik8")
+    monkeypatch.setattr(Run, "prepared", Tokens(Stream(np.arange(14))))
+    assert [given.arguments[0].tolist()[0][0] for given in run.examples(length=100)] == [0, 6]
+    assert [len(given.tokens) for given in run.examples(length=4)] == [4, 4, 4]
+    for index in (2, -1):
+        with pytest.raises(ValueError, match=f"--index: expected 0 to 1, got {index}"):
+            run.of_split(index)
+    documents = Documents(np.arange(5), np.array([0, 2, 5]), 1)
+    pairs = np.array([[0, 1], [1, 0], [0, 0]])
+    monkeypatch.setattr(Run, "prepared", Tokens(Pairs(documents, pairs, np.zeros(3))))
+    assert len(list(untrained(MatcherConfig(max_length=6), "aan").examples())) == 2
+
+
 def test_errors_say_what_to_do(grid: Path, root: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the folder of a run"):
         Run.open(tmp_path)
@@ -132,6 +166,16 @@ def test_errors_say_what_to_do(grid: Path, root: Path, tmp_path: Path) -> None:
         comparison_page(tmp_path)
     with pytest.raises(ValueError, match="--matrices: expected at least 0"):
         commands.figures((grid,), tmp_path, matrices=-1)
+    for index in (100_000, -1):
+        with pytest.raises(ValueError, match=f"--index: expected 0 to 39, got {index}"):
+            open_run(grid, root).of_split(index)
+    for length in (0, -3):
+        with pytest.raises(ValueError, match=f"--length: expected at least 1, got {length}"):
+            open_run(grid, root).of_split(length=length)
+        with pytest.raises(ValueError, match=f"--length: expected at least 1, got {length}"):
+            open_run(grid, root).of_text("[MAX 1 2 ]", length)
+    with pytest.raises(ValueError, match="--length: expected enough for the bytes of 'é', got 1"):
+        untrained(ClassifierConfig(max_length=6), "imdb").of_text("é", 1)
 
 
 def test_torch_state_is_left_alone(grid: Path, root: Path) -> None:

@@ -110,6 +110,7 @@ def test_separation_counts_standard_deviations() -> None:
     keys[1, :, 0] = 3
     torch.testing.assert_close(separation(keys), torch.tensor([[0, 1.5], [1.5, 0]]))
     torch.testing.assert_close(separation(keys, variance=9.0)[0, 1], torch.tensor(1.0))
+    torch.testing.assert_close(separation(keys, variance=torch.tensor([1.0, 17.0]))[0, 1], torch.tensor(1.0))
 
 
 def test_cost_curves_halve_the_heads_of_mixtures() -> None:

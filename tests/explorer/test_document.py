@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import zlib
 from base64 import b64decode
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from mgk.analysis import Dense, rank
+from mgk.analysis import Dense, collect, rank
 from mgk.explorer import Chart, Model, Series, Table, Text, byte_tokens, page, write
 from mgk.explorer.pack import Blocks, fits_16_bits, quantise, script_safe
+from mgk.nn import MixtureAttention
 from tests.explorer.common import WICKED, attention, embedded, factors, pattern
 
 
@@ -99,6 +101,23 @@ def test_numbers_beside_the_maps() -> None:
     )
 
 
+def test_components_are_apart_in_the_layers_own_deviations() -> None:
+    module = MixtureAttention(16, 2, variant="smgk", learn_variance=True)
+    assert module.log_variance is not None
+    assert module.shift is not None
+    module.log_variance.data[0] = math.log(100)
+    made = page([Model.of_layers("m", list("abcde"), collect(module, torch.randn(1, 5, 16)))])
+    apart = [head["separation"] for head in embedded(made)["models"][0]["layers"][0]["heads"]]
+    distance = (module.shift[:, 0] - module.shift[:, 1]).norm(dim=-1)
+    assert apart == pytest.approx((distance / torch.tensor([10, 8**0.25])).tolist(), abs=1e-3)
+
+
+def test_weights_may_require_gradients() -> None:
+    weights = pattern()[None, None]
+    plain, traced = (Model.of_weights("m", list("abcdefgh"), x) for x in (weights, weights.clone().requires_grad_()))
+    assert page([plain]).html == page([traced]).html
+
+
 def test_report_blocks() -> None:
     blocks: list[Table | Chart] = [
         Table(["a"], [["1"]], "T"),
@@ -133,5 +152,14 @@ def test_wrong_arguments() -> None:
         ValueError, match="tokens: expected one for each position of self-attention, got 3 for 8 queries"
     ):
         Model.of_weights("m", ["a", "b", "c"], pattern()[None, None])
+    with pytest.raises(TypeError, match=r"weights: expected one tensor \(L,H,N,N\) or \(L,H,M,N,N\), got a tuple"):
+        Model.of_weights("m", list("abcdefgh"), (pattern(), pattern()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"weights: expected \(L,H,N,N\) or \(L,H,M,N,N\), got a tensor of shape"):
+        Model.of_weights("m", list("abcdefgh"), pattern())
+    nothing = Model.of_weights("m", list("abcdefgh"), 0 * pattern()[None, None])
+    nan = Model.of_layers("m", ["a", "b"], collect(MixtureAttention(16, 2), torch.full((1, 2, 16), torch.nan)))
+    for model in (nothing, nan):
+        with pytest.raises(ValueError, match="layers: expected finite weights, not all of them 0, got others in"):
+            page([model])
     with pytest.raises(ValueError, match="layers: expected at most 2048 positions where whole matrices"):
         Model("m", [""] * 2049, [[Dense(torch.zeros(1, 2049, 2049))]])

@@ -161,6 +161,9 @@ def test_a_model_from_elsewhere_becomes_a_run(tmp_path: Path) -> None:
     assert same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").mgk, model)
     with pytest.raises(ValueError, match="expected a new or empty folder"):
         hf_to_run(tmp_path / "hf", tmp_path / "run", data="imdb")
+    foreign("gpt2")[0].save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="gpt2: expected a model with model_type 'mgk', got 'gpt2'"):
+        hf_to_run(tmp_path / "gpt2", tmp_path / "other", data="imdb")
 
 
 def test_the_command_generates(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +183,11 @@ def test_the_command_generates(runs: dict[str, Path], tmp_path: Path, capsys: py
         generate(runs["lra-text"] / "run", prompt="x")
     with pytest.raises(ValueError, match=r"found no config\.json"):
         generate(tmp_path, prompt="x")
+    with pytest.raises(ValueError, match="--prompt: expected at least one token, got none in ' '"):
+        generate(runs["wikitext2"] / "run", **options | {"prompt": " ", "data_root": runs["wikitext2"]})
+    for name, value, expected in (("beams", 0, "at least 1"), ("tokens", 0, "at least 1"), ("top_p", 2.0, "0 to 1")):
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}: expected {expected}, got {value}"):
+            generate(root / "run", **options | {name: value})
 
 
 def test_the_command_converts_there_and_back(
@@ -217,10 +225,18 @@ def test_the_command_halves_the_heads_of_a_model_of_transformers(tmp_path: Path)
     options: dict[str, Any] = {"from_": str(tmp_path / "gpt"), "length": 16, "windows": 4}
     with pytest.raises(ValueError, match="--text: expected a file"):
         convert((tmp_path / "none",), heads_to_mixtures=True, **options)
+    for name, value, expected in (
+        ("length", 64, "at most 32, the positions of .*gpt"), ("length", 0, "at least 1"),
+        ("batch", 0, "at least 1"), ("windows", 0, "at least 1"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"--{name}: expected {expected}, got {value}"):
+            convert((tmp_path / "none",), drop=True, text=tmp_path / "text.txt", **options | {name: value})
     convert((tmp_path / "half",), heads_to_mixtures=True, text=tmp_path / "text.txt", **options)
     convert((tmp_path / "drop",), drop=True, text=tmp_path / "text.txt", **options)
     for name, components in (("half", 2), ("drop", 1)):
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.mixture_components == components
+    with pytest.raises(ValueError, match=r"--tokens: expected at most 29 after this prompt .*, got 30"):
+        generate(tmp_path / "half", prompt="Lic", tokens=30, device="cpu")
 
 
 def test_the_command_line_has_the_options_it_promises(tmp_path: Path) -> None:

@@ -139,6 +139,37 @@ def test_a_merged_model_generates_with_its_cache(name: str) -> None:
     assert torch.equal(small.generate(**alone, **options)[0, 8:], expected[0, 12:])
 
 
+@pytest.mark.parametrize("name", ["llama", "language"])
+def test_a_merged_model_keeps_how_it_generates(name: str) -> None:
+    model, batch = own(name) if name in OWN else foreign(name)
+    model.generation_config.update(eos_token_id=[2, 7], do_sample=True, temperature=0.6)
+    small: Any = merge_heads(model, [batch])[0]
+    assert small.generation_config.to_dict() == model.generation_config.to_dict()
+    assert small.generation_config is not model.generation_config
+
+
+def test_a_merged_classifier_keeps_its_kind_of_problem() -> None:
+    model, batch = own("classifier")
+    model.config.problem_type = "multi_label_classification"
+    assert merge_heads(model, [batch])[0].config.problem_type == "multi_label_classification"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_a_merged_model_cannot_do_is_an_error(name: str) -> None:
+    """Several texts in one row, a cache with as many heads for values as for keys, attention without mixtures."""
+    model, batch = foreign(name)
+    small: Any = merge_heads(model, [batch])[0]
+    tokens, packed = batch["input_ids"][1:2, :9], torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    small(tokens, position_ids=torch.arange(9)[None], use_cache=False)
+    with pytest.raises(ValueError, match="position_ids: expected one text in a row, counted up by 1, got several"):
+        small(tokens, position_ids=packed, use_cache=False)
+    with pytest.raises(ValueError, match="cache_implementation: expected 'dynamic' for this model, got 'static'"):
+        small.generate(**batch, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match="attn_implementation: expected 'mgk_mixture', got 'sdpa'"):
+        small.set_attn_implementation("sdpa")
+    small.set_attn_implementation("mgk_mixture")
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_merged_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model, batch = foreign(name)

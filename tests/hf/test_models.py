@@ -15,7 +15,7 @@ from mgk.hf import MGKConfig, MGKForCausalLM, MGKForSequenceClassification, MGKM
 from mgk.models import build
 from mgk.nn.output import IGNORE
 from mgk.train.config import MODELS
-from tests.hf.common import CLASSES, config, inputs, make, same_weights
+from tests.hf.common import CLASSES, config, inputs, make, same_weights, stirred
 
 AUTO = {
     "classifier": transformers.AutoModelForSequenceClassification,
@@ -151,6 +151,29 @@ def test_other_losses_of_a_classifier(problem: Any, labels: Tensor) -> None:
     torch.testing.assert_close(made(**batch | {"labels": labels}).loss, functions[problem](logits, labels))
 
 
+@pytest.mark.parametrize(("classes", "labels"), [(1, torch.rand(2)), (1, torch.rand(2, 1)), (3, torch.rand(2, 3))])
+def test_a_loss_for_the_labels_that_come(classes: int, labels: Tensor) -> None:
+    """As Transformers has it: one class is a regression, labels that are no integers are several at a time."""
+    made, batch = make("classifier", classes=classes), inputs("classifier")
+    logits = made(**batch | {"labels": None}).logits
+    functions = torch.nn.functional.mse_loss, torch.nn.functional.binary_cross_entropy_with_logits
+    expected = functions[classes > 1](logits, labels.view_as(logits))
+    torch.testing.assert_close(made(**batch | {"labels": labels}).loss, expected)
+
+
+@pytest.mark.parametrize("model", ["classifier", "matcher", "embeddings"])
+def test_padding_on_either_side_changes_nothing(model: str) -> None:
+    made = stirred(MGKModel(config("classifier"))) if model == "embeddings" else make(model)
+    batch = inputs("matcher" if model == "matcher" else "classifier")
+    tokens, mask = batch["input_ids"], batch["attention_mask"]
+    alone = made(input_ids=tokens[-1:, ..., :5])[0]
+    behind = made(input_ids=tokens, attention_mask=mask)[0]
+    before = made(input_ids=tokens.roll(4, -1), attention_mask=mask.roll(4, -1))[0]
+    kept = (slice(0, 5), slice(4, 9)) if model == "embeddings" else (slice(None), slice(None))
+    torch.testing.assert_close(behind[-1:, kept[0]], alone)
+    torch.testing.assert_close(before[-1:, kept[1]], alone)
+
+
 def test_embeddings_can_be_resized() -> None:
     made = make("language", cutoffs=())
     tokens = inputs("language")["input_ids"]
@@ -163,6 +186,9 @@ def test_embeddings_can_be_resized() -> None:
     assert made(tokens, labels=tokens).loss.isfinite()
     with pytest.raises(ValueError, match="plain softmax"):
         make("language").resize_token_embeddings(23)
+    few = make("language", cutoffs=(22, 40))  # beyond the vocabulary: the softmax is plain
+    few.resize_token_embeddings(23)
+    assert few(tokens).logits.shape[-1] == 23
 
 
 def test_a_wrong_call_is_an_error() -> None:
@@ -173,6 +199,22 @@ def test_a_wrong_call_is_an_error() -> None:
         made(tokens, output_attentions=True)
     with pytest.raises(ValueError, match="labels: expected None with a cache"):
         made(tokens, labels=tokens, use_cache=True)
+    made(tokens, inputs_embeds=None)  # adapters pass on what they know
+    with pytest.raises(ValueError, match=r"^attention_mask: expected shape \(2, 9\), got \(2, 5\)"):
+        made(tokens, attention_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"^tokens: expected numbers from 0 to 19, got 1 to 20"):
+        made(torch.tensor([[1, 20]]))
+    learned = make("language", positions="learned", max_length=10)
+    with pytest.raises(ValueError, match=r"^positions: expected numbers from 0 to 9, got 0 to 10"):
+        learned.generate(tokens, max_new_tokens=5, pad_token_id=0, use_cache=False)
+    with pytest.raises(ValueError, match=r"^input_ids: expected token ids"):
+        MGKModel(config("classifier"))()
+    classifier, batch = make("classifier"), inputs("classifier")
+    for labels, told in (
+        (torch.tensor([0, 5]), "0 to 2"), (torch.tensor([[0, 1]]), r"integers \(B,\)"), (torch.rand(2, 2), r"\(B,C\)"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^labels: expected {told}"):
+            classifier(**batch | {"labels": labels})
     with pytest.raises(ValueError, match=r"config\.kind: expected language for MGKForCausalLM, got vision"):
         MGKForCausalLM(MGKConfig(kind="vision"))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from tests.hf.common import inputs, make, same_weights
+from mgk.hf import merge_heads
+from mgk.train.config import MODELS
+from tests.hf.common import foreign, inputs, make, same_weights
 from tests.models.common import KINDS
 
 pytest.importorskip("accelerate")  # which Trainer needs
@@ -49,6 +51,34 @@ def test_it_trains(model: str, kind: str, tmp_path: Path) -> None:
     before = made.evaluate()["eval_loss"]
     made.train()
     assert made.evaluate()["eval_loss"] < before
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_accumulated_gradients_are_those_of_the_whole_batch(model: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    moved = []
+    for size in (8, 2):
+        made = trainer(
+            model,
+            tmp_path / str(size),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+            **options,
+        )
+        made.train()
+        moved.append(torch.cat([x.detach().flatten() for x in cast(Any, made.model).parameters()]))
+    torch.testing.assert_close(*moved, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_smoothed_labels_are_shifted(merged: bool, tmp_path: Path) -> None:
+    made = trainer("language", tmp_path, label_smoothing_factor=0.1)
+    tokens = inputs("language")["input_ids"]
+    model: Any = merge_heads(foreign("llama")[0], [{"input_ids": tokens}])[0] if merged else made.model
+    model = model.float()
+    found: Any = made.compute_loss(model, {"input_ids": tokens, "labels": tokens})
+    logits = model(tokens).logits[:, :-1].mT
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, tokens[:, 1:], label_smoothing=0.1))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mgk.analysis import heads as of
 from mgk.analysis.heads import Factors
 from mgk.nn import MixtureAttention
-from mgk.ops.cost import LINEAR, PROJECTED
+from mgk.ops.cost import LINEAR
 from mgk.ops.feature_maps import FeatureMap, apply_feature_map, check_feature_map
 
 if TYPE_CHECKING:
@@ -84,11 +84,13 @@ class Layer:
         )
 
     def component_keys(self, index: int, sample: int = 0) -> Float[Tensor, "m nk d"]:
-        """k_jr of one head."""
+        """k_jr of one head, without the positions that its mask hides."""
         key = self.key[sample, index]
+        if self.key_mask is not None:
+            key = key[..., self.key_mask[sample], :]
         if self.shift is not None:
             return key[None] + self.shift[index][:, None]
-        return key if self.variant in PROJECTED else key[None]
+        return key if key.dim() == 3 else key[None]
 
 
 def collect(
@@ -156,6 +158,8 @@ def _layer(name: str, module: MixtureAttention, query: Tensor, key: Tensor, seen
         for name, value in module._mixture(key.shape[-2]).items()
     }
     prior = module.prior.to(dtype)
+    if module.mixing == "keys":  # one key is left
+        prior = prior.sum(1, keepdim=True)
     return Layer(
         name=name,
         variant=module.variant,

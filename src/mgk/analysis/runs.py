@@ -6,7 +6,7 @@ B batch, N positions.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,11 @@ from torch import Tensor
 from mgk.analysis.collect import Layer, collect
 from mgk.analysis.costs import NAMES
 from mgk.data import Prepared
+from mgk.data.corpora import PIECE
 from mgk.data.listops import SYMBOLS
 from mgk.data.splits import Images, Stream
 from mgk.explorer.document import byte_tokens
+from mgk.ops.arguments import check_count
 from mgk.train import Config, load_model
 from mgk.train.config import read
 from mgk.train.data import load
@@ -90,7 +92,7 @@ class Run:
         """A text as this model reads it, cut to what it can take."""
         if self.config.kind == "vision":
             raise ValueError("--text: expected a model of text, got one of images; leave it out to see a test image")
-        limit = min(length or self.config.model.max_length, self.config.model.max_length)  # type: ignore[union-attr]
+        limit = self._limit(length)
         if self.config.data.name == "listops":
             words = text.replace("(", " ").replace(")", " ").split()
             unknown = [word for word in words if word not in SYMBOLS]
@@ -99,7 +101,10 @@ class Run:
             numbers, labels = [SYMBOLS.index(word) + 1 for word in words], [word + " " for word in words]
         elif self._reads_words:
             vocabulary = {word: number for number, word in enumerate(self.prepared.words)}
-            words = [word for line in text.splitlines() for word in [*line.split(), "<eos>"]]
+            lines: Iterable[list[str]] = map(str.split, text.splitlines())
+            if self.config.data.name == "enwiki":
+                lines = filter(None, map(PIECE.findall, text.splitlines()))
+            words = [word for line in lines for word in [*line, "<eos>"]]
             unknown_number = vocabulary.get("<unk>", 0)
             numbers, labels = [vocabulary.get(word, unknown_number) for word in words], [word + " " for word in words]
         else:
@@ -109,19 +114,24 @@ class Run:
             raise ValueError("--text: expected at least one token, got none")
         while limit < len(labels) and labels[limit] == "":  # the bytes of one letter stay together
             limit -= 1
+        if not limit:
+            raise ValueError(f"--length: expected enough for the bytes of {labels[0]!r}, got {length}")
         unseen = "".join(labels[limit:])
         return Input(self._arguments(torch.tensor(numbers[:limit])), labels[:limit], unseen)
 
     def of_split(self, index: int = 0, split: str = "", length: int | None = None) -> Input:
         """An example of the data, by default of the test split."""
         examples: Any = self.prepared.split(split or self.config.data.test)
+        limit = self._limit(length)
+        count = _count(examples, limit)
+        if not 0 <= index < count:
+            raise ValueError(f"--index: expected 0 to {count - 1}, got {index}")
         if isinstance(examples, Images):
             batch = examples.batch(torch.tensor([index]).numpy(), 0)
             model: Any = self.config.model
-            count = model.image_size // model.patch_size
-            labels = [f"r{row}c{column} " for row in range(count) for column in range(count)]
+            side = model.image_size // model.patch_size
+            labels = [f"r{row}c{column} " for row in range(side) for column in range(side)]
             return Input((batch["pixels"],), ["class "] * (model.pooling == "class") + labels)
-        limit = min(length or self.config.model.max_length, self.config.model.max_length)  # type: ignore[union-attr]
         if isinstance(examples, Stream):
             row = torch.from_numpy(examples.tokens[index * limit : (index + 1) * limit].astype("int64"))
         else:
@@ -131,16 +141,18 @@ class Run:
 
     def examples(self, length: int | None = None) -> Iterator[Input]:
         """Inputs of the test split, one after the other."""
-        examples: Any = self.prepared.split(self.config.data.test)
-        limit = int(length or getattr(self.config.model, "max_length", None) or 1)
-        count = len(examples.tokens) // limit if isinstance(examples, Stream) else len(examples)
-        for index in range(count):
+        for index in range(_count(self.prepared.split(self.config.data.test), self._limit(length))):
             yield self.of_split(index, length=length)
 
     def layers(self, given: Input) -> list[Layer]:
         """What the model's attention does with an input."""
         device = next(self.model.parameters()).device
         return collect(self.model, *(argument.to(device) for argument in given.arguments))
+
+    def _limit(self, length: int | None) -> int:
+        """How many tokens to show; an image has no such limit."""
+        most = getattr(self.config.model, "max_length", 1)
+        return most if length is None else min(check_count("--length", length), most)
 
     @property
     def _reads_words(self) -> bool:
@@ -161,3 +173,10 @@ class Run:
             words = self.prepared.words
             return [words[number].replace("<eos>", "<eos>\n") + " " for number in row.tolist()]
         return byte_tokens(bytes(number - self._shift for number in row.tolist()))
+
+
+def _count(examples: Any, limit: int) -> int:
+    """Whole windows of a stream, or the part of one that there is; documents, not the pairs, of a matcher."""
+    if isinstance(examples, Stream):
+        return max(1, len(examples.tokens) // limit)
+    return len(getattr(examples, "documents", examples))

@@ -174,8 +174,14 @@ def _pool(components: Tensor, size: int) -> Tensor:
     return sums / rows[:, None]
 
 
-def separation(keys: Float[Tensor, "m nk d"], variance: float | None = None) -> Float[Tensor, "m m"]:
-    """How far apart the components of a key are: the mean of |k_jr - k_js| in standard deviations sqrt(s2)."""
-    deviation = math.sqrt(math.sqrt(keys.shape[-1]) if variance is None else variance)
+def separation(
+    keys: Float[Tensor, "m nk d"], variance: float | Float[Tensor, " m"] | None = None
+) -> Float[Tensor, "m m"]:
+    """How far apart the components of a key are: the mean of |k_jr - k_js| in standard deviations sqrt(s2).
+
+    Of two components with variances of their own, s2 is the mean of both.
+    """
+    variance = math.sqrt(keys.shape[-1]) if variance is None else variance
+    variances = torch.as_tensor(variance, dtype=keys.dtype, device=keys.device).expand(len(keys))
     distance: Tensor = (keys[:, None] - keys[None]).norm(dim=-1)
-    return distance.mean(-1) / deviation
+    return distance.mean(-1) / ((variances[:, None] + variances) / 2).sqrt()

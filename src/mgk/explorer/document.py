@@ -24,6 +24,7 @@ from mgk.analysis.heads import Dense, Factors, Head
 from mgk.analysis.inertia import rank
 from mgk.analysis.summary import Summary, separation, summarise
 from mgk.explorer.pack import Blocks, fits_16_bits, script_safe
+from mgk.ops.arguments import describe
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -78,12 +79,14 @@ class Model:
         unseen: str = "",
     ) -> Model:
         """Of what `mgk.analysis.collect` returns."""
-        apart = [
-            torch.stack([separation(layer.component_keys(h, sample)).max() for h in range(layer.num_heads)])
-            for layer in layers
-        ]
+
+        def apart(layer: Layer, h: int) -> Tensor:
+            variance = None if layer.variance is None else layer.variance[h]
+            return separation(layer.component_keys(h, sample), variance).max()
+
+        separations = [torch.stack([apart(layer, h) for h in range(layer.num_heads)]) for layer in layers]
         heads = [layer.heads(sample) for layer in layers]
-        return cls(name, tokens, heads, [layer.prior for layer in layers], apart, note, unseen)
+        return cls(name, tokens, heads, [layer.prior for layer in layers], separations, note, unseen)
 
     @classmethod
     def of_weights(
@@ -96,7 +99,12 @@ class Model:
         unseen: str = "",
     ) -> Model:
         """Of attention matrices of any model, or of what each component adds to them."""
-        heads = [[Dense.of(head) for head in layer] for layer in torch.as_tensor(weights)]
+        if isinstance(weights, list | tuple):
+            raise TypeError(f"weights: expected one tensor (L,H,N,N) or (L,H,M,N,N), got a {type(weights).__name__}")
+        tensor = torch.as_tensor(weights).detach()
+        if tensor.dim() not in (4, 5):
+            raise ValueError(f"weights: expected (L,H,N,N) or (L,H,M,N,N), got {describe(tensor)}")
+        heads = [[Dense.of(head) for head in layer] for layer in tensor]
         return cls(name, tokens, heads, note=note, unseen=unseen)
 
 
@@ -220,6 +228,10 @@ def _byte(value: int) -> str:
 def _layer(model: Model, index: int, heads: Sequence[Head], blocks: Blocks, ranks_up_to: int) -> dict[str, Any]:
     size = len(model.tokens)
     summary = summarise(heads, bins=BINS[size <= EXACT])
+    if not bool(summary.cosine.trace() > 0):  # NaN, or nothing
+        raise ValueError(
+            f"layers: expected finite weights, not all of them 0, got others in layer {index + 1} of {model.name!r}"
+        )
     rank_of = [rank(head.rows().weights) if size <= ranks_up_to else None for head in heads]
     prior = None if model.priors is None else model.priors[index]
     apart = None if model.separations is None else model.separations[index]

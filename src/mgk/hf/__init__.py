@@ -9,6 +9,7 @@ from __future__ import annotations
 
 try:
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError:
     raise ImportError("mgk.hf needs Transformers 5: pip install 'mgk[hf]'") from None
 
@@ -51,3 +52,5 @@ for _auto, _model in (
     (transformers.AutoModelForImageClassification, MGKForImageClassification),
 ):
     _auto.register(MGKConfig, _model, exist_ok=True)
+# For models of this list alone `Trainer` shifts the labels that it smooths.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mgk"] = MGKForCausalLM.__name__

@@ -137,9 +137,19 @@ def hf_to_run(folder: str | Path, out: str | Path, *, data: str = "") -> Path:
 
 def load(folder: str | Path) -> MGKPreTrainedModel:
     """The model of a folder of Transformers, whichever task it is for."""
+    given = MGKConfig.get_config_dict(folder)[0].get("model_type")
+    if given != MGKConfig.model_type:
+        raise ValueError(f"{folder}: expected a model with model_type {MGKConfig.model_type!r}, got {given!r}")
     config = MGKConfig.from_pretrained(folder)
     found: MGKPreTrainedModel = CLASSES[config.kind].from_pretrained(folder)
     return found
+
+
+def most_positions(config: Any) -> int | None:
+    """How long a text can be; None if positions are no table. Models of Transformers have one, or rotary positions."""
+    rotary = getattr(config, "rope_parameters", None) is not None
+    learned = getattr(config, "positions", "rotary" if rotary else "learned") == "learned"
+    return getattr(config, "max_position_embeddings", None) if learned else None
 
 
 def is_run(folder: Path) -> bool:

@@ -11,14 +11,15 @@ B batch, H query heads, Hk value heads, M components, Nq queries, Nk keys, D wid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import flash_attention_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, flash_attention_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from mgk.ops.api import mgk_attention
@@ -82,8 +83,16 @@ def mixture_attention(
     return output[0].unflatten(0, (batch, heads)).transpose(1, 2), None
 
 
+def key_mask(mask_function: Callable[..., Any], **options: Any) -> Bool[Tensor, "b nk"] | None:
+    """Which keys are real; None if nothing is padded."""
+    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    if not plain and not torch.compiler.is_compiling():  # while tracing, all positions count as packed
+        raise ValueError("position_ids: expected one text in a row, counted up by 1, got several packed into one")
+    return flash_attention_mask(mask_function=mask_function, **options)  # type: ignore[no-any-return]
+
+
 AttentionInterface.register(IMPLEMENTATION, mixture_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)  # (B,Nk), or None if nothing is padded
+AttentionMaskInterface.register(IMPLEMENTATION, key_mask)
 
 
 class Layer:
@@ -180,6 +189,14 @@ class MixtureModel(PreTrainedModel):
         for layer in layers_of(self):
             layer.resize(config.mixture_heads, config.mixture_key_value_heads, config.mixture_components)
 
+    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *_: Any, **__: Any) -> None:
+        if attn_implementation != IMPLEMENTATION:
+            raise ValueError(f"attn_implementation: expected {IMPLEMENTATION!r}, got {attn_implementation!r}")
+
+    def _prepare_static_cache(self, cache_implementation: str, *_: Any, **__: Any) -> None:
+        """There is none: Transformers reserves as many heads for values as for keys."""
+        raise ValueError(f"cache_implementation: expected 'dynamic' for this model, got {cache_implementation!r}")
+
 
 def _mixture_classes() -> Iterator[type]:
     """For every class of CLASSES one called Mixture..., for every configuration one of type mgk-..."""
@@ -212,6 +229,8 @@ def _mixture_classes() -> Iterator[type]:
                 },
             )
             getattr(transformers, AUTO[task]).register(config, model, exist_ok=True)
+            if AUTO[task] == "AutoModelForCausalLM":  # for models of this list alone `Trainer` shifts smoothed labels
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
             yield model
 
 

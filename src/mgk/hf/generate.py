@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
-from mgk.hf.convert import from_run, is_run
+from mgk.hf.convert import from_run, is_run, most_positions
 from mgk.hf.tokenizer import tokenizer_of
 from mgk.train.config import read
 from mgk.train.data import load as load_data
@@ -44,9 +44,12 @@ def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[
     """
     inputs = tokenizer(prompt or "\n", return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs["input_ids"].shape[1]
-    limit = model.config.max_position_embeddings if getattr(model.config, "positions", "") == "learned" else None
-    if limit is not None and length + options.get("max_new_tokens", 0) > limit:
-        raise ValueError(f"--tokens: expected at most {limit - length} after this prompt (learned positions), got more")
+    if not length:
+        raise ValueError(f"--prompt: expected at least one token, got none in {prompt!r}")
+    limit, new = most_positions(model.config), options.get("max_new_tokens", 0)
+    if limit is not None and length + new > limit:
+        room = f"at most {limit - length} after this prompt (learned positions)"
+        raise ValueError(f"--tokens: expected {room}, got {new}")
     if model.generation_config.pad_token_id is None:
         options.setdefault("pad_token_id", 0)  # of one row, nothing is padded
     if options.get("num_beams", 1) > 1:

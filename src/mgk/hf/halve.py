@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mgk.hf.convert import empty, from_run, is_run, save_with_card
+from mgk.hf.convert import empty, from_run, is_run, most_positions, save_with_card
 from mgk.hf.finetune import finetune, mean_loss
 from mgk.hf.merge import merge_heads
+from mgk.ops.arguments import check_count
 from mgk.train import config as run_config
 from mgk.train.config import Config
 from mgk.train.data import Source
@@ -44,6 +45,8 @@ def halve(
     data_root: str | Path | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Merge the heads of a model and write the result; see `mgk convert --help`. Returns the report, also written."""
+    for name, count in (("windows", windows), ("length", length), ("batch", batch)):
+        check_count(f"--{name}", count)
     out, folder = empty(out), Path(model_name)
     settings, tokenizer = None, None
     if is_run(folder):
@@ -57,6 +60,9 @@ def halve(
         model, tokenizer = AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
         if text is None:
             raise ValueError(f"--text: expected a file to calibrate on, since {model_name} is no run of mgk, got none")
+        limit = most_positions(model.config)
+        if limit is not None and length > limit:
+            raise ValueError(f"--length: expected at most {limit}, the positions of {model_name}, got {length}")
         texts = _of_text(tokenizer, text, windows, length, batch)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     report: dict[str, Any] = {"model": model_name, "loss": {"before": mean_loss(model, texts.valid())}}

@@ -263,15 +263,18 @@ def _smaller_own(model: Any, method: str) -> PreTrainedModel:
         e_step="soft",
         prior="sgd",
     )
-    others = {name: getattr(model.config, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    kept = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")
+    others = {name: getattr(model.config, name) for name in kept}
     small = type(model)(MGKConfig.from_model(settings, **others)).to(device=model.device, dtype=model.dtype)
     small.config.id2label, small.config.label2id = copy.copy(model.config.id2label), copy.copy(model.config.label2id)
     _copy_rest(model, small)
     return small.train(model.training)  # type: ignore[no-any-return]
 
 
-def _copy_rest(model: nn.Module, small: nn.Module) -> None:
-    """Everything that has the same name and shape in both: all but the projections of the heads."""
+def _copy_rest(model: PreTrainedModel, small: PreTrainedModel) -> None:
+    """How it generates, and everything that has the same name and shape in both: all but the heads' projections."""
+    if model.can_generate():
+        small.generation_config = copy.deepcopy(model.generation_config)
     target = small.state_dict()
     for name, value in model.state_dict().items():
         if name in target and target[name].shape == value.shape:

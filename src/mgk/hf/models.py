@@ -127,6 +127,8 @@ class MGKModel(MGKPreTrainedModel):
         """`last_hidden_state` (B,N,E) and `pooler_output` (B,E): of token ids, or of an image for a vision model."""
         check_options(kwargs)
         if self.config.kind == "vision":
+            if pixel_values is None:
+                raise ValueError("pixel_values: expected images for a model of kind 'vision', got None")
             seen: list[Tensor] = []
             handle = self.mgk.stack.register_forward_hook(lambda *call: seen.append(call[2]))
             try:
@@ -134,12 +136,11 @@ class MGKModel(MGKPreTrainedModel):
             finally:
                 handle.remove()
             return BaseModelOutputWithPooling(last_hidden_state=seen[0], pooler_output=pooled)  # type: ignore[arg-type]
-        assert input_ids is not None
-        mask = real_tokens(attention_mask)
-        if self.config.kind == "language":
-            hidden = self.mgk.hidden(input_ids, mask, positions_of(position_ids, input_ids))
-        else:
-            hidden = self.mgk.encoder(input_ids, mask, positions_of(position_ids, input_ids))
+        if input_ids is None:
+            raise ValueError(f"input_ids: expected token ids for a model of kind {self.config.kind!r}, got None")
+        mask = real_tokens(self.config, attention_mask, input_ids)
+        encode = self.mgk.hidden if self.config.kind == "language" else self.mgk.encoder
+        hidden = encode(input_ids, mask, positions_of(position_ids, input_ids, mask))
         weight = torch.ones_like(input_ids, dtype=hidden.dtype) if mask is None else mask.to(hidden.dtype)
         pooled = torch.einsum("bn,bne->be", weight, hidden) / weight.sum(1, keepdim=True).clamp(min=1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)  # type: ignore[arg-type]
@@ -167,7 +168,8 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B,N); with a cache, the tokens after those in it.
-            attention_mask: (B,Nk), 1 for real tokens, in the cache or new; padding may stand on either side.
+            attention_mask: (B,Nk), 1 for real tokens, in the cache or new; padding may stand on either side, with
+                `prior_positions` only behind the tokens.
             position_ids: (B,N); None counts the real tokens.
             past_key_values: an `MGKCache`, or an empty `DynamicCache`. Such a call is not differentiated.
             labels: (B,N), `input_ids` themselves: the model shifts them; -100 does not count. In training only the
@@ -195,7 +197,8 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
                 found: Any = step(input_ids, attention_mask, positions_of(position_ids, input_ids))
                 return CausalLMOutputWithPast(logits=found, past_key_values=past_key_values)
         cache = None if past_key_values is None else stack_of(past_key_values)
-        mask, positions = real_tokens(attention_mask), positions_of(position_ids, input_ids)
+        mask = real_tokens(self.config, attention_mask, input_ids, 0 if cache is None else cache.length)
+        positions = positions_of(position_ids, input_ids)
         hidden = self.mgk.hidden(input_ids, mask, positions, cache, last=logits_to_keep or None)
         weight = self.mgk.encoder.tokens.weight
         loss = logits = None
@@ -216,8 +219,9 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As Transformers has it, for a plain softmax; the clusters of an adaptive one are by frequency and stay."""
-        if self.config.cutoffs:
+        if self.mgk.output.cluster_weight is not None:
             raise ValueError("new_num_tokens: expected a model with a plain softmax (cutoffs=()), got an adaptive one")
+        self.config.cutoffs = ()  # which a vocabulary of another size might reach
         table: nn.Embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         output, size = self.mgk.output, table.num_embeddings
         bias = output.bias.new_zeros(size)
@@ -247,6 +251,7 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
     """A classifier of one sequence, as the paper's Long Range Arena has it."""
 
     kinds = ("classifier",)
+    accepts_loss_kwargs = False  # the loss is a mean: `Trainer` divides it by the steps it accumulates
 
     @capture_outputs
     def forward(
@@ -257,9 +262,12 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Logits (B,C); the loss is cross-entropy, or what `config.problem_type` says."""
+        """Logits (B,C); the loss is what `config.problem_type` says, or, as Transformers has it, that of a regression
+        for one class, of several labels at a time for labels that are no integers, else cross-entropy.
+        """
         check_options(kwargs)
-        logits = self.mgk(input_ids, real_tokens(attention_mask), positions_of(position_ids, input_ids))
+        mask = real_tokens(self.config, attention_mask, input_ids)
+        logits = self.mgk(input_ids, mask, positions_of(position_ids, input_ids, mask))
         return SequenceClassifierOutput(loss=classification_loss(self, logits, labels), logits=logits)
 
 
@@ -273,6 +281,7 @@ class MGKForImageClassification(MGKPreTrainedModel):
     """A vision transformer."""
 
     kinds = ("vision",)
+    accepts_loss_kwargs = False
     main_input_name = "pixel_values"
 
     @capture_outputs
@@ -293,25 +302,47 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def classification_loss(model: MGKPreTrainedModel, logits: Tensor, labels: Tensor | None) -> Any:
     if labels is None:
         return None
-    kind = model.config.problem_type
-    logits = logits.float()
-    if kind == "regression":
-        return nn.functional.mse_loss(logits.squeeze(-1), labels.float())
-    if kind == "multi_label_classification":
-        return nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
-    return nn.functional.cross_entropy(logits, labels.long())
+    logits, kind = logits.float(), model.config.problem_type
+    if kind is None and (logits.shape[1] == 1 or labels.is_floating_point()):
+        kind = "regression" if logits.shape[1] == 1 else "multi_label_classification"
+    if kind in ("regression", "multi_label_classification"):
+        if labels.numel() != logits.numel():
+            expected = "(B,)" if logits.shape[1] == 1 else "(B,C)"
+            raise ValueError(f"labels: expected {expected} numbers of {tuple(logits.shape)}, got {tuple(labels.shape)}")
+        labels = labels.float().view_as(logits)
+        loss = nn.functional.mse_loss if kind == "regression" else nn.functional.binary_cross_entropy_with_logits
+        return loss(logits, labels)
+    if labels.shape != logits.shape[:1] or labels.is_floating_point():
+        raise ValueError(f"labels: expected integers (B,) = ({len(logits)},), got {labels.dtype} {tuple(labels.shape)}")
+    try:
+        return nn.functional.cross_entropy(logits, labels.long())
+    except IndexError:  # as a CPU tells in time
+        found = f"{int(labels.min())} to {int(labels.max())}"
+        raise ValueError(f"labels: expected 0 to {logits.shape[1] - 1} (num_labels), got {found}") from None
 
 
-def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
+def real_tokens(config: MGKConfig, attention_mask: Tensor | None, input_ids: Tensor, start: int = 0) -> Tensor | None:
     """True for real tokens, and None where all are: the attention is faster when it need not look."""
     if attention_mask is None:
         return None
+    expected = (*input_ids.shape[:-1], start + input_ids.shape[-1])
+    if attention_mask.shape != expected:
+        raise ValueError(f"attention_mask: expected shape {expected}, got {tuple(attention_mask.shape)}")
     mask = attention_mask.bool()
-    return mask if torch.compiler.is_compiling() or not bool(mask.all()) else None
+    if torch.compiler.is_compiling():
+        return mask
+    if config.prior_positions and bool((mask[..., 1:] & ~mask[..., :-1]).any()):
+        raise ValueError(
+            "attention_mask: expected padding behind the tokens (prior_positions is set), got it before some"
+        )
+    return None if bool(mask.all()) else mask
 
 
-def positions_of(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
-    return None if position_ids is None else position_ids.expand_as(input_ids)
+def positions_of(position_ids: Tensor | None, input_ids: Tensor, mask: Tensor | None = None) -> Tensor | None:
+    """As given; else counting real tokens, if a mask says which: padding may stand on either side."""
+    if position_ids is not None:
+        return position_ids.expand_as(input_ids)
+    return None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -321,5 +352,6 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError("output_attentions: expected False; `mgk explore` and mgk.analysis.collect show attention")
     for name in ("output_hidden_states", "return_dict", "use_cache", "token_type_ids", "num_items_in_batch"):
         options.pop(name, None)
-    if options:
-        raise TypeError(f"{next(iter(options))}: no such argument")
+    for name, value in options.items():
+        if value is not None:  # adapters pass on all names they know
+            raise TypeError(f"{name}: no such argument")

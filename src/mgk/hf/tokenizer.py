@@ -62,7 +62,7 @@ def _wrapped(tokenizer: Tokenizer, special: dict[str, str]) -> PreTrainedTokeniz
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
-        padding_side="left",
+        padding_side="right" if "pad_token" in special else "left",  # as classifiers are trained; as texts go on
         model_input_names=["input_ids", "attention_mask"],
         **special,
     )

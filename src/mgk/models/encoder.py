@@ -109,7 +109,7 @@ class TokenEncoder(nn.Module):
         start = 0 if cache is None else cache.length
         length = self._check(tokens, mask, positions, start)
         packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
-        x = self.tokens(tokens.long())
+        x = look_up("tokens", self.tokens, tokens.long())
         x = x if self.scale == 1 else x * self.scale
         rotary = None
         if isinstance(self.positions, RotaryPositions):
@@ -128,7 +128,7 @@ class TokenEncoder(nn.Module):
         if isinstance(self.positions, nn.Embedding) and positions is None:
             return self.positions.weight[start : start + length]
         where = counted(start, length, like) if positions is None else positions
-        return self.positions(where) if self.scale == 1 else self.positions(where, like.dtype)  # type: ignore[no-any-return]
+        return look_up("positions", self.positions, where) if self.scale == 1 else self.positions(where, like.dtype)  # type: ignore[no-any-return]
 
     def _rotation(
         self, module: RotaryPositions, positions: Tensor | None, start: int, length: int, like: Tensor
@@ -152,6 +152,17 @@ class TokenEncoder(nn.Module):
         elif isinstance(self.positions, nn.Embedding) and (stop := start + shape[1]) > self.max_length:
             raise ValueError(f"tokens: expected at most {self.max_length} positions (max_length), got {stop}")
         return shape[1]
+
+
+def look_up(name: str, table: nn.Module, numbers: Tensor) -> Tensor:
+    """Rows of an embedding. Numbers that it has not are an error with a name where torch tells in time: on a CPU."""
+    if torch.compiler.is_compiling():
+        return table(numbers)  # type: ignore[no-any-return]
+    try:
+        return table(numbers)  # type: ignore[no-any-return]
+    except IndexError:
+        found, size = f"{int(numbers.min())} to {int(numbers.max())}", len(table.weight)  # type: ignore[arg-type]
+        raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {found}") from None
 
 
 def check_packed(tokens: Tensor, mask: Tensor, positions: object, start: int) -> tuple[int, int]:
