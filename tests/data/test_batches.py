@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,23 @@ def test_streams_keep_order_and_leave_the_global_generator_alone(workers: int) -
     assert all(same(batch, batches[step]) for step, batch in zip(range(50, 60), seen, strict=True))
 
 
+KEPT: list[Iterator[Batch]] = []
+
+
+def leave_a_stream_behind() -> None:
+    KEPT.append(stream(Batches(SPLITS["sequences"], **OPTIONS), 0, 100, workers=1))
+    next(KEPT[0])
+
+
+def test_workers_that_are_still_at_it_end_with_their_parent() -> None:
+    """Whatever signals they ignore, a parent that ends ends them, and waits until they have."""
+    process = multiprocessing.get_context("fork").Process(target=leave_a_stream_behind)
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
+
+
 def test_a_mapped_split_is_pickled_as_its_path(tmp_path: Path) -> None:
     """A worker that is not forked gets a few bytes, and maps the same file."""
     data.prepare("listops", root=tmp_path, **SMALL)
@@ -219,8 +238,11 @@ def test_wrong_use_is_named() -> None:
         Batches(text(100), 1, max_length=11)[-1]
     with pytest.raises(ValueError, match="stop: expected a step"):
         stream(Batches(images(2), 2))
-    with pytest.raises(ValueError, match="split: expected at least one example"):
-        Batches(sequences([]), 2)
+    for of in (Batches, Evaluation):
+        with pytest.raises(ValueError, match="split: expected at least one example"):
+            of(sequences([]), 2)
+    with pytest.raises(ValueError, match="split: expected more than a window of 11 tokens, got 11"):
+        Evaluation(text(11), 2, max_length=11)
 
 
 def test_batches_are_what_models_expect() -> None:

@@ -101,6 +101,21 @@ def test_imdb(raw: Path, root: Path, where: str) -> None:
     assert prepared.manifest["origin"]["files"]
 
 
+def test_the_same_reviews_are_held_out_of_an_archive_and_of_its_folder(raw: Path, root: Path) -> None:
+    """In the order of their numbers, as our JSON lines are, whatever the order in the archive."""
+    files = {f"{s}/{y}/{i}_7.txt": f"{s} {y} {i}" for s in ("train", "test") for y in ("neg", "pos") for i in range(12)}
+    for name, content in files.items():
+        (raw / "aclImdb" / name).parent.mkdir(parents=True, exist_ok=True)
+        (raw / "aclImdb" / name).write_text(content)
+    with tarfile.open(raw / "aclImdb_v1.tar", "w") as archive:
+        for name in reversed(files):
+            archive.add(raw / "aclImdb" / name, f"aclImdb/{name}")
+    rows = [{"split": n.split("/")[0], "label": int("pos" in n), "text": content} for n, content in files.items()]
+    write_jsonl(raw / "reviews.jsonl", rows)
+    sources = [raw / name for name in ("aclImdb", "aclImdb_v1.tar", "reviews.jsonl")]
+    assert len({prepare("imdb", source, root, held_out=9).digest for source in sources}) == 1
+
+
 def test_imdb_from_the_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
         assert name == "stanfordnlp/imdb"
@@ -364,6 +379,18 @@ def test_raw_files_are_found_in_the_usual_places(tmp_path: Path, monkeypatch: py
         assert len(prepare("enwik8", None, root / "root").split("train")) == 90
 
 
+def test_sets_side_by_side_are_not_taken_for_each_other(raw: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGK_RAW", str(raw))
+    imdb_folder(raw / "aclImdb")
+    write_jsonl(raw / "papers.jsonl", [{"id": str(i), "text": "a b"} for i in range(9)])
+    check_imdb(prepare("imdb", None, root, held_out=2))
+    with pytest.raises(DataError, match=r"enwiki: no articles\.jsonl in"):
+        prepare("enwiki", None, root, held_out=1)
+    assert prepare("enwiki", raw / "papers.jsonl", root, held_out=1).splits  # named, it is what is wanted
+    write_jsonl(raw / "articles.jsonl", [{"text": "c"}] * 9)
+    assert prepare("enwiki", raw, root, held_out=1, min_count=1).words[2:] == ["c"]
+
+
 @pytest.mark.parametrize("name", [name for name in data.names() if name != "listops"])
 def test_missing_raw_files_say_where_to_get_them_and_what_to_type(raw: Path, root: Path, name: str) -> None:
     for source in (None, raw):
@@ -400,7 +427,19 @@ DAMAGED: dict[str, tuple[str, str, bytes, str]] = {
     "no text": ("wikitext-2", "wiki.train.tokens", b"\xff\xfe", r"is damaged \("),
     "no json": ("imdb", "x.jsonl", b'{"text": \n', "line 1: expected one JSON object"),
     "no field": ("imdb", "x.jsonl", b'{"text": "a"}\n', "expected the fields split, label and text"),
-    "no article": ("enwiki", "x.jsonl", b'{"title": "a"}\n', "expected a field text"),
+    "no label": (
+        "imdb",
+        "x.jsonl",
+        b'{"split": "train", "text": "a", "label": "neg"}\n',
+        "label: expected 0 or 1, got 'neg'",
+    ),
+    "more labels": (
+        "imdb",
+        "x.jsonl",
+        b'{"split": "test", "text": "a", "label": 4}\n',
+        "label: expected 0 or 1, got 4",
+    ),
+    "no article": ("enwiki", "articles.jsonl", b'{"title": "a"}\n', "expected a field text"),
     "no columns": ("aan", "new_aan_pairs.train.tsv", b"1.0\tA\tB\ttext\n", "expected label, id, id, text, text"),
     "no idx": ("fashion-mnist", "train-images-idx3-ubyte", bytes(40), "expected an idx file"),
     "too short": ("enwik8", "enwik8", b"abc", "expected at least 20 bytes"),

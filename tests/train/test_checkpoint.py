@@ -113,6 +113,15 @@ def test_a_full_disk_is_one_line_and_loses_nothing(most: int, tmp_path: Path) ->
     assert checkpoint.load(tmp_path / "best").step == 2
 
 
+def test_what_is_no_full_disk_is_not_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(RuntimeError, match=r"^DataLoader worker"):
+        checkpoint.save(tmp_path, example(1), best=True)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "checkpoint.json"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_damage_is_noticed_and_there_is_a_way_out(name: str, damage: str, tmp_path: Path) -> None:

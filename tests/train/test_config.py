@@ -44,6 +44,12 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], says: str, tmp_path:
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["prior", "means"])
+def test_an_m_step_of_part_of_a_batch_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"accumulate: expected 1 where model\.prior or model\.means is em.*, got 2"):
+        tiny(**{f"model__{name}": "em"}, accumulate=2)
+
+
 def test_an_integer_may_stand_for_a_float_and_null_for_none() -> None:
     values = json.loads(config.dump(tiny()))
     values["optimiser"]["lr"] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 import mgk.data
-from mgk.train import Result, TrainingError, engine, learner, train
+from mgk.models.config import MatcherConfig
+from mgk.train import Result, TrainingError, engine, learner, replace, train
 from mgk.train.data import Source
 from mgk.train.diagnose import culprit
 from mgk.train.fabric import launch
@@ -121,6 +123,27 @@ class StopAt(engine.Interrupt):
     def agreed(self, fabric: Any, logs: bool) -> bool:
         self.left -= 1
         return self.left == 0
+
+
+def test_a_run_goes_on_with_the_data_it_was_begun_with(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "Interrupt", lambda: StopAt(5))
+        train(tiny(), run, data_root=data_root)
+    starts = json.loads((run / "run.json").read_text())["starts"]
+    digest = starts[0]["data"].pop("digest")
+    (run / "run.json").write_text(
+        json.dumps({"starts": [starts[0] | {"data": {"name": "listops", "digest": "0" * 64}}]})
+    )
+    said = f"data: the run in {run} was begun with those of digest 000000000000, got {digest[:12]}; continue it"
+    with pytest.raises(ValueError, match=said):
+        train(tiny(), run, data_root=data_root, resume=True)
+    assert len(json.loads((run / "run.json").read_text())["starts"]) == 1
+    del starts[0]["data"]  # a run of old
+    (run / "run.json").write_text(json.dumps({"starts": starts}))
+    assert train(tiny(), run, data_root=data_root, resume=True).finished
 
 
 def test_a_finished_run_is_not_run_again(undisturbed: Path, data_root: Path) -> None:
@@ -251,7 +274,14 @@ def test_mistakes_are_one_line_each(data_root: Path, undisturbed: Path, tmp_path
     assert "found other files" in message(out=tmp_path / "other")
     assert "type: mgk data prepare listops" in message(data_root=tmp_path)
     assert "model.classes: expected at least 10, as listops has, got 2" in message(tiny(model__classes=2))
-    assert "split: expected one of train, dev, test of listops" in message(tiny(data__valid="validation"))
+    assert "data.valid: split: expected one of train, dev, test of listops" in message(tiny(data__valid="validation"))
+    mgk.data.prepare("listops", root=tmp_path / "small", sizes=(300, 40, 0), lengths=(6, 30))
+    small = tiny(data__options=("sizes=[300,40,0]", "lengths=[6,30]"))
+    assert "data.test: split: expected at least one example, got 0" in message(small, data_root=tmp_path / "small")
+    matcher = MatcherConfig(**dataclasses.asdict(tiny().model))
+    assert "data.name: expected a set of pairs for a matcher model, got listops, which is of sequences" in message(
+        replace(tiny(), model=matcher)
+    )
     assert "data.options: expected NAME=VALUE" in message(tiny(data__options=("sizes",)))
     assert "data.batch: expected a multiple of processes x accumulate = 1 x 3" in message(tiny(accumulate=3))
     assert "strategy: ddp needs several processes" in message(tiny(strategy="ddp"))

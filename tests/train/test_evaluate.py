@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mgk.models import LanguageModel, LanguageModelConfig
-from mgk.train import evaluate, load_model, train
+from mgk.train import config, evaluate, load_model, train
 from mgk.train.evaluate import sliding_loss
 from tests.train.common import losses, tiny
 
@@ -22,10 +22,10 @@ WINDOW = 8
 def test_sliding_window_is_the_papers_definition(cutoffs: tuple[int, ...], length: int) -> None:
     """Every token but the first, each from the tokens before it, at most a window of them."""
     torch.manual_seed(0)
-    config = LanguageModelConfig(
+    small = LanguageModelConfig(
         vocabulary=12, cutoffs=cutoffs, layers=2, width=16, hidden=16, heads=2, head_dim=8, max_length=WINDOW
     )
-    model = LanguageModel(config).double().eval()
+    model = LanguageModel(small).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)  # so that what comes before matters
@@ -50,9 +50,25 @@ def test_a_run_is_measured_as_at_its_end(data_root: Path, tmp_path: Path) -> Non
     assert measured["step"] == result.best_step
     other = evaluate(run, split="dev", which="last", data_root=data_root, device="cpu")
     assert other["loss"] == pytest.approx(losses(run, "valid")[-1], rel=1e-6)
-    model, config = load_model(run)
-    assert config == tiny()
+    model, settings = load_model(run)
+    assert settings == tiny()
     assert not model.training
+
+
+def test_a_run_with_graphs_is_measured_on_a_cpu(data_root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(tiny(steps=2), run, data_root=data_root)
+    (run / "config.json").write_text(config.dump(tiny(steps=2, graphs="on")))
+    assert evaluate(run, data_root=data_root, device="cpu")["step"] == 2
+
+
+@pytest.mark.parametrize("batch", [0, -3])
+def test_a_batch_has_windows(batch: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"batch: expected at least 1, got {batch}"):
+        evaluate(tmp_path, batch=batch)
+    model = LanguageModel(LanguageModelConfig(vocabulary=12, layers=1, width=16, hidden=16, heads=2, head_dim=8))
+    with pytest.raises(ValueError, match=f"batch: expected at least 1, got {batch}"):
+        sliding_loss(model, np.arange(12), WINDOW, batch)
 
 
 def test_what_is_not_there_is_one_line(tmp_path: Path, data_root: Path) -> None:

@@ -1,4 +1,6 @@
-"""A run that is killed again and again, with no chance to tidy up, ends as one that was left alone."""
+"""A run that is killed again and again, with no chance to tidy up, ends as one that was left alone; a signal that its
+workers get too leaves a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from mgk.train import train
+import pytest
+
+from mgk.train import checkpoint, train
 from mgk.train.learner import Learner
-from tests.train.common import losses, tiny, weights
+from tests.train.common import log, losses, tiny, weights
 
 CONFIG = tiny(steps=40, eval_every=5, log_every=3)
 KILLS = 6
@@ -49,3 +53,46 @@ def test_kills_at_random_moments_change_nothing(data_root: Path, tmp_path: Path)
     assert weights(run) == weights(tmp_path / "undisturbed")
     assert losses(run) == losses(tmp_path / "undisturbed")
     assert losses(run, "test") == losses(tmp_path / "undisturbed", "test")
+
+
+@pytest.mark.parametrize("moment", range(1, 9))
+def test_a_run_killed_while_it_begins_can_be_begun(moment: int, data_root: Path, tmp_path: Path) -> None:
+    """At every call that writes config.json and run.json, and after."""
+    process = multiprocessing.get_context("fork").Process(target=start, args=(tmp_path / "run", data_root, moment))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    train(tiny(steps=2), tmp_path / "run", data_root=data_root, resume=True)  # as something else, too
+    assert [line["step"] for line in log(tmp_path / "run")] == [2]
+
+
+def wait_at_step_3(run: Path, data_root: Path, there: Any) -> None:
+    """Train with workers, in a group of processes; at step 3, say so and go on when told."""
+    os.setsid()
+    update = Learner.update
+
+    def waiting(self: Learner, step: int, batch: Any) -> None:
+        update(self, step, batch)
+        if step + 1 == 3:
+            there.send(step)
+            there.recv()
+
+    Learner.update = waiting  # type: ignore[method-assign]
+    assert train(tiny(workers=2), run, data_root=data_root).step == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_leaves_the_checkpoint_of_its_step(
+    number: signal.Signals, data_root: Path, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=wait_at_step_3, args=(tmp_path / "run", data_root, there))
+    process.start()
+    here.recv()
+    assert process.pid is not None
+    os.killpg(process.pid, number)
+    here.send(None)
+    process.join()
+    assert process.exitcode == 0
+    assert checkpoint.load(tmp_path / "run" / "last").step == 3

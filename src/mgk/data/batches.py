@@ -9,6 +9,11 @@ not divide n: a batch may then hold the end of one epoch and the start of the ne
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -149,6 +154,11 @@ class Evaluation:
         places = np.arange(len(self.items))
         if limit is not None and check_count("limit", limit) < len(places):
             places = np.arange(limit) * len(places) // limit
+        if len(places) == 0:
+            needed = (
+                f"more than a window of {max_length} tokens" if isinstance(split, Stream) else "at least one example"
+            )
+            raise ValueError(f"split: expected {needed}, got {len(split)}")
         if len(places) < world:
             raise ValueError(f"world: expected at most one process for each of {len(places)} examples, got {world}")
         self.order = places[np.argsort(self.lengths[places], kind="stable")]
@@ -188,9 +198,28 @@ def stream(
         num_workers=workers,
         pin_memory=pin,
         prefetch_factor=4 if workers else None,
+        worker_init_fn=_answer_to_parent,
         generator=torch.Generator(),  # else it draws from the global one, and a resumed run would differ
     )
     return iter(loader)
+
+
+def _answer_to_parent(worker: int) -> None:
+    """A terminal or a scheduler sends signals to workers, too. What they mean the parent decides, which needs batches
+    until then: only its own SIGTERM ends a worker.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":  # elsewhere a signal does not say who sent it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # of a worker
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)
 
 
 def _row_length(lengths: Array, max_length: int | None, pad_multiple: int) -> int:

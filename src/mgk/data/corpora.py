@@ -47,7 +47,8 @@ def build_articles(source: Source, *, held_out: int = 60, min_count: int = 3, ma
     Words and signs are separate tokens, case is kept, and a line that is not empty ends with <eos>. Words seen less
     than `min_count` times in the training part are <unk>, as in WikiText.
     """
-    path = source.require("*.jsonl")
+    named = source.given is not None and source.given.is_file()  # else other sets may have theirs beside it
+    path = source.find("*.jsonl" if named else "articles.jsonl", "enwiki*.jsonl") or source.missing("articles.jsonl")
     try:
         articles = [row["text"] for row in source.json_lines(path)]
     except (KeyError, TypeError):

@@ -24,7 +24,8 @@ Example = tuple[bytes, int]
 def build_imdb(source: Source, *, held_out: int = 2_500, max_length: int | None = None) -> Built:
     """`held_out` training reviews, drawn once and for all, are the dev set; LRA itself has the test set for one.
 
-    The unpacked archive aclImdb, the archive itself, JSON lines (split, label, text), or the hub.
+    The unpacked archive aclImdb, the archive itself, JSON lines (split, label, text), or the hub. Which are held out
+    depends on the order: that of the names in an archive, packed or not, and else that in which reviews come.
     """
     examples: dict[str, list[Example]] = {"train": [], "test": []}
     for split, content, label in _reviews(source):
@@ -52,23 +53,30 @@ def _reviews(source: Source) -> Iterator[tuple[str, bytes, int]]:
         for split in ("train", "test"):
             for row in source.hub_rows("stanfordnlp/imdb", split=split):
                 yield split, row["text"].encode(), row["label"]
+    elif path := (
+        source.find("aclImdb", folder=True)
+        or source.find("aclImdb_v1.tar", "aclImdb*.tar")
+        or source.place("train/pos")
+    ):
+        for name, content in sorted(source.members(path, REVIEW), key=_numbered):
+            split, label = re.search(REVIEW, name).groups()  # type: ignore[union-attr]
+            yield split, content, int(label == "pos")
     elif path := source.find("*.jsonl"):
         for row in source.json_lines(path):
             try:
-                yield row["split"], row["text"].encode(), int(row["label"])
+                split, content, label = row["split"], row["text"].encode(), row["label"]
             except (KeyError, TypeError, AttributeError):
                 raise DataError(f"{path}: expected the fields split, label and text; {source.advice}") from None
+            if label not in (0, 1, "0", "1"):
+                raise DataError(f"{path}: label: expected 0 or 1, got {label!r}; {source.advice}")
+            yield split, content, int(label)
     else:
-        path = (
-            source.find("aclImdb", folder=True)
-            or source.find("aclImdb_v1.tar", "aclImdb*.tar")
-            or source.place("train/pos")
-        )
-        if path is None:
-            source.missing("aclImdb, aclImdb_v1.tar.gz or *.jsonl")
-        for name, content in source.members(path, REVIEW):
-            split, label = re.search(REVIEW, name).groups()  # type: ignore[union-attr]
-            yield split, content, int(label == "pos")
+        source.missing("aclImdb, aclImdb_v1.tar.gz or *.jsonl")
+
+
+def _numbered(member: tuple[str, bytes]) -> list[int | str]:
+    """To sort by name, and numbers in names as numbers."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", member[0])]
 
 
 def build_aan(source: Source, *, max_length: int | None = None) -> Built:

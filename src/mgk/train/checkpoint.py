@@ -27,6 +27,7 @@ from torch import Tensor
 from mgk.train.files import new_folder, point, write_json
 
 FILES = ("model.safetensors", "state.pt")
+TORCH_DISK = ("inline_container", "iostream error")  # in what torch.save says where it cannot write
 
 
 class CheckpointError(ValueError):
@@ -60,6 +61,8 @@ def save(run: Path, checkpoint: Checkpoint, *, best: bool) -> None:
         if best:
             point(run / "best", folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # three libraries, three names of a full disk
+        if isinstance(error, RuntimeError) and not any(name in str(error) for name in TORCH_DISK):
+            raise
         before = run / "last"
         kept = f"the checkpoint of step {read_facts(before)['step']} is whole" if before.exists() else "none was before"
         raise CheckpointError(

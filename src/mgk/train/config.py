@@ -136,6 +136,11 @@ class Config:
             raise ValueError(
                 f"accumulate: expected 1 where data.pack leaves a batch no rows to cut, got {self.accumulate}"
             )
+        if "em" in (self.model.prior, self.model.means) and self.accumulate > 1:
+            raise ValueError(
+                "accumulate: expected 1 where model.prior or model.means is em, whose M-step is of a whole batch, "
+                f"got {self.accumulate}"
+            )
         if self.optimiser.warmup > self.steps:
             raise ValueError(
                 f"optimiser.warmup: expected at most steps = {self.steps}, got {self.optimiser.warmup}; "

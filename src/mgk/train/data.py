@@ -12,6 +12,9 @@ from mgk.data import Batch, Batches, Evaluation, stream
 from mgk.models.config import VisionConfig
 from mgk.train.config import Config
 
+KINDS = {"classifier": "sequences", "matcher": "pairs", "language": "stream", "vision": "images"}
+"""Of examples, by the kind of the model that they are for."""
+
 
 class Source:
     """The splits of a prepared set, cut into batches."""
@@ -21,9 +24,12 @@ class Source:
     ) -> None:
         self.config, self.rank, self.world, self.pin = config, rank, world, pin
         self.prepared = load(config, root)
-        for split in (config.data.valid, config.data.test):
-            self.prepared.split(split)  # a wrong name is told now, not at the first evaluation
         self.max_length = None if isinstance(config.model, VisionConfig) else config.model.max_length
+        for name in ("valid", "test"):  # a wrong one is told now, not at the first evaluation
+            try:
+                self.examples(getattr(config.data, name))
+            except ValueError as error:
+                raise ValueError(f"data.{name}: {error}") from None
         self.batches = Batches(
             self.prepared.split(config.data.train),
             config.data.batch,
@@ -48,9 +54,12 @@ class Source:
 
     def evaluation(self, split: str, batches: int = 0) -> Iterator[Batch]:
         """A split once, or so many batches of it, evenly spread."""
+        return stream(self.examples(split, batches), workers=self.config.workers, pin=self.pin)
+
+    def examples(self, split: str, batches: int = 0) -> Evaluation:
         c = self.config.data
         size = c.valid_batch or c.batch
-        examples = Evaluation(
+        return Evaluation(
             self.prepared.split(split),
             size,
             max_length=self.max_length,
@@ -59,13 +68,17 @@ class Source:
             rank=self.rank,
             world=self.world,
         )
-        return stream(examples, workers=self.config.workers, pin=self.pin)
 
 
 def load(config: Config, root: str | Path | None) -> mgk.data.Prepared:
     """The prepared set of a configuration; one that does not fit the model is an error."""
     prepared = mgk.data.load(config.data.name, root=None if root is None else Path(root), **options(config))
-    facts = prepared.manifest["facts"]
+    facts, kind = prepared.manifest["facts"], prepared.manifest["kind"]
+    if kind != KINDS[config.kind]:
+        raise ValueError(
+            f"data.name: expected a set of {KINDS[config.kind]} for a {config.kind} model, got {config.data.name}, "
+            f"which is of {kind}"
+        )
     for name in ("vocabulary", "classes"):
         own, needed = getattr(config.model, name, None), facts.get(name)
         if own is not None and needed is not None and own < needed:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mgk.data import Stream
 from mgk.models import LanguageModel, build
+from mgk.ops.arguments import check_count
 from mgk.train import checkpoint, config, data
 from mgk.train.config import Config
 from mgk.train.fabric import launch
@@ -45,8 +46,10 @@ def evaluate(
         data_root: where prepared data sets are.
         quiet: show no progress.
     """
+    check_count("batch", batch)
     folder = Path(run)
-    settings = config.replace(config.read(folder / "config.json"), device=device, strategy="auto", accumulate=1)
+    own = config.read(folder / "config.json")
+    settings = config.replace(own, device=device, strategy="auto", accumulate=1, graphs="auto")
     saved = checkpoint.load(existing(folder, which))
     split = split or settings.data.test
     learner = Learner(launch(settings), settings)
@@ -74,6 +77,7 @@ def sliding_loss(model: LanguageModel, tokens: Any, window: int, batch: int, *, 
     that a token is predicted from the N tokens before it wherever there are so many. The windows of a batch are rows of
     one strided view, and the softmax is computed for the positions that count.
     """
+    check_count("batch", batch)
     model.eval()
     device = next(model.parameters()).device
     tokens = torch.from_numpy(np.asarray(tokens).astype(np.int64)).to(device)

@@ -32,26 +32,34 @@ class Run:
 
     def __init__(self, folder: Path, settings: Config, *, resume: bool, writes: bool) -> None:
         self.folder, self.config, self.writes = folder, settings, writes
-        begun = (folder / "config.json").exists()
-        if begun and not resume:
+        there = (folder / "config.json").exists()
+        if there and not resume:
             raise ValueError(f"{folder}: holds a run already; continue it with --resume, or choose another --out")
-        if folder.exists() and not begun and any(path for path in folder.iterdir() if not path.name.startswith(".")):
+        if folder.exists() and not there and any(path for path in folder.iterdir() if not path.name.startswith(".")):
             raise ValueError(f"{folder}: expected the folder of a run or an empty one, found other files")
-        if begun:
+        # Without a checkpoint nothing has come of it yet: it may begin again as something else.
+        self.begun = there and any((folder / name).exists() for name in ("last", "best", "result.json"))
+        if self.begun:
             config.check_same(config.read(folder / "config.json"), settings, folder)
-        self.begun = begun
         self.events: Any = None
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """Write what the run is made from; on resuming, what is new about this start."""
+        """Write what the run is made from; on resuming, what is new about this start, which must have the same data."""
+        path = self.folder / "run.json"
+        starts = json.loads(path.read_text())["starts"] if self.begun and path.exists() else []
+        now = facts["data"]["digest"]
+        before = starts[0].get("data", {}).get("digest", now) if starts else now  # old runs say nothing of it
+        if before != now:
+            raise ValueError(
+                f"data: the run in {self.folder} was begun with those of digest {before[:12]}, got {now[:12]}; "
+                "continue it with the same, or choose another --out"
+            )
         if not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "run.json"
-        starts = json.loads(path.read_text())["starts"] if path.exists() else []
-        write_json(path, {"starts": [*starts, facts | environment()]})
         if not self.begun:
             write_text(self.folder / "config.json", config.dump(self.config))
+        write_json(path, {"starts": [*starts, facts | environment()]})
         if self.config.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
