@@ -135,7 +135,10 @@ def test_bench_without_output_writes_to_results(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(cpu, "CASES", TINY)
     monkeypatch.chdir(tmp_path)
     assert run("bench --rounds 1") == 0
-    assert (tmp_path / "results" / "bench-cpu.json").exists()
+    whole = (tmp_path / "results" / "bench-cpu.json").read_text()
+    assert run("bench --cases tiny --rounds 1") == 0  # some cases do not replace all of them
+    assert (tmp_path / "results" / "bench-cpu-tiny.json").exists()
+    assert (tmp_path / "results" / "bench-cpu.json").read_text() == whole
 
 
 def test_bench_of_training_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +181,11 @@ def test_demo_shows_every_variant_and_trains(
         ("data prepare cifar10 --root nowhere", 1, "get cifar-10-python.tar.gz"),
         ("data prepare listops --sizes 3", 2, "--sizes"),
         ("data verify nonsense --root nowhere", 1, "nonsense is not prepared"),
+        ("data verify --root nowhere", 1, "--root: expected a folder with prepared data sets, found none in nowhere"),
         ("bench --rounds many", 2, "--rounds"),
+        ("bench --device cuda --cases wikitext", 1, "--cases: expected none with --what attention --device cuda"),
+        ("bench --what train --cases wikitext", 1, "--cases: expected none with --what train --device cpu"),
+        ("bench --device cuda --rounds 0", 1, "--rounds: expected none with --what attention --device cuda, got 0"),
         ("bench --device abacus", 2, "abacus"),
         ("bench --rouns 3", 2, "--rouns"),
         ("bench --cases nowhere", 1, "--cases: expected some of lra-1024"),

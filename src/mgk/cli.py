@@ -143,7 +143,10 @@ def data_verify(names: tyro.conf.Positional[tuple[str, ...]] = (), root: Path | 
     from mgk.data.store import read
 
     where = root or mgk.data.root()
-    for name in names or [path.name for path in mgk.data.prepared(where)]:
+    names = names or tuple(path.name for path in mgk.data.prepared(where))
+    if not names:
+        raise ValueError(f"--root: expected a folder with prepared data sets, found none in {where}")
+    for name in names:
         found = read(where / name, f"mgk data prepare {name}", verify=True)
         counts = ", ".join(f"{split} {count:,}" for split, count in found.manifest["splits"].items())
         print(f"{name:15}sound: {counts}")
@@ -153,7 +156,7 @@ def bench(
     what: Literal["attention", "train"] = "attention",
     device: Literal["cpu", "cuda"] = "cpu",
     cases: tuple[str, ...] = (),
-    rounds: int = 5,
+    rounds: int | None = None,
     output: Path | None = None,
 ) -> None:
     """Time MGK and sMGK at half the heads against scaled_dot_product_attention at all of them.
@@ -167,10 +170,16 @@ def bench(
     Args:
         what: attention alone, or whole training steps of the Long Range Arena's text model (on cuda).
         device: what to measure. On cuda all three SDPA backends are the baseline, replayed from CUDA graphs like ours.
-        cases: which of the CPU's shapes, e.g. `lra-1024 wikitext`; all if none is named.
-        rounds: how often each method is timed.
-        output: where the JSON goes; results/bench-DEVICE.json or results/train-DEVICE.json if not given.
+        cases: which of the CPU's shapes, e.g. `lra-1024 wikitext`; all if none is named. Not for cuda, nor for train.
+        rounds: how often each method is timed; 5 if not given. Not for attention on cuda, which has its own.
+        output: where the JSON goes; results/bench-DEVICE.json or results/train-DEVICE.json if not given, and with
+            cases a file of their own, e.g. results/bench-cpu-wikitext.json.
     """
+    if cases and (what, device) != ("attention", "cpu"):
+        raise ValueError(f"--cases: expected none with --what {what} --device {device}, got {' '.join(cases)}")
+    if rounds is not None and (what, device) == ("attention", "cuda"):
+        raise ValueError(f"--rounds: expected none with --what attention --device cuda, got {rounds}")
+    rounds = 5 if rounds is None else rounds
     if device == "cuda":
         import torch
 
@@ -200,7 +209,8 @@ def bench(
     console = Console()
     report = run(Cpu(), [CASES[name] for name in cases or CASES], rounds=rounds, console=console)
     console.print(report.tables())
-    console.print(f"written to {report.save(output or Path('results') / f'bench-{device}.json')}")
+    path = output or Path("results") / f"{'-'.join(('bench', device, *cases))}.json"  # some cases are not all
+    console.print(f"written to {report.save(path)}")
 
 
 def demo(steps: int = 0, out: Path = RUNS / "demo") -> None:

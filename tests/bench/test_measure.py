@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from mgk.bench import common, measure
+from mgk.bench import common, cuda, measure
 from mgk.bench.common import BASELINE, MIXTURES, Case, Method, make_inputs
 
 SMALL = Case("small", batch=2, heads=4, length=48, width=8)
@@ -150,6 +151,22 @@ def test_a_report_carries_its_circumstances_and_its_shapes(tmp_path: Path) -> No
     assert "small: B=2 N=48 D=8" in shown.get()
     assert "mgk hard" in shown.get()
     assert "a fake" in shown.get()
+
+
+def test_a_report_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: object, target: object) -> None:
+        raise OSError("killed")
+
+    path = tmp_path / "bench.json"
+    path.write_text("as it was")
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="killed"):
+        common.Report({}, []).save(path)
+    monkeypatch.setattr(cuda, "environment", dict)
+    monkeypatch.setattr(cuda, "PARTS", {"growth": dict})
+    with pytest.raises(OSError, match="killed"):
+        cuda.main(["--output", str(path)])
+    assert path.read_text() == "as it was"
 
 
 def test_no_rounds_is_an_error_before_any_work() -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,14 @@ from mgk.models import ClassifierConfig, MatcherConfig
 from mgk.ops.cost import Dimensions, attention_flops, projection_flops
 from mgk.recipes import compare, recipe
 from mgk.recipes.compare import Comparison, Row, interval, with_attention
-from mgk.train import CheckpointError, Config, engine
+from mgk.train import CheckpointError, Config, Result, engine
+from mgk.train.checkpoint import read_facts
 from mgk.train.cost import flops
 from mgk.train.learner import Learner
 from tests.train.common import prepare, tiny
 
 ATTENTIONS = ("softmax:2", "smgk:1", "mgk:1:hard")
+MODULE = sys.modules["mgk.recipes.compare"]  # the name is the function's
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +89,65 @@ def test_a_stop_leaves_the_grid(data_root: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(engine.Interrupt, "agreed", lambda self, fabric, logs: True)
     with pytest.raises(KeyboardInterrupt):
         compare(tiny(steps=2), ATTENTIONS[:1], out=tmp_path, data_root=data_root)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_side_by_side_stops_every_run_and_begins_no_other(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Trainings of days, told to stop once both are under way: both leave a checkpoint, the third was never begun."""
+    runs = [tmp_path / "softmax-2" / f"seed-{seed}" for seed in range(3)]
+    real = MODULE.wait
+
+    def stop(receivers: list[Any]) -> list[Any]:
+        while not all((run / "log.jsonl").exists() for run in runs[:2]):
+            assert real(receivers, 0.01) == []
+        os.kill(os.getpid(), number)
+        return list(real(receivers))
+
+    monkeypatch.setattr(MODULE, "wait", stop)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        compare(tiny(steps=10**9, eval_every=10**9), ATTENTIONS[:1], seeds=3, out=tmp_path, jobs=2, data_root=data_root)
+    assert multiprocessing.active_children() == []
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert all(read_facts(run / "last")["step"] > 0 for run in runs[:2])
+    assert not runs[2].exists()
+
+
+class Deadly(Config):
+    """A run that takes its process with it, when it comes there."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["seed"] == 0:
+            os._exit(11)
+        vars(self).update(state)
+
+
+def test_a_process_that_dies_takes_one_run_with_it(data_root: Path, tmp_path: Path) -> None:
+    config = Deadly(**vars(tiny(steps=2)))
+    found = compare(config, ATTENTIONS[:1], seeds=2, out=tmp_path, jobs=2, data_root=data_root)
+    assert [len(row.scores) for row in found.rows] == [1]
+    assert found.failed == {str(tmp_path / "softmax-2" / "seed-0"): "its process died with exit status 11"}
+
+
+def test_scores_stand_in_the_order_of_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(runs: list[Any], *_: Any) -> Iterator[tuple[Path, Result]]:
+        for _, config, path in runs[::-1]:
+            yield path, Result(str(path), True, 2, 1, test={"accuracy": config.seed / 10})
+
+    monkeypatch.setattr(MODULE, "execute", backwards)
+    (row,) = compare(tiny(), ATTENTIONS[:1], seeds=3, out=tmp_path, jobs=3).rows
+    assert row.scores == [0.0, 10.0, 20.0]
+
+
+def test_a_grid_of_refused_runs_leaves_the_table_that_is_there(data_root: Path, tmp_path: Path) -> None:
+    compare(tiny(steps=2), ATTENTIONS[:1], out=tmp_path, data_root=data_root)
+    names = ("comparison.json", "comparison.md")
+    before = [(tmp_path / name).read_text() for name in names]
+    found = compare(tiny(steps=4), ATTENTIONS[:1], out=tmp_path, data_root=data_root)
+    assert (found.rows, len(found.failed)) == ([], 1)
+    assert [(tmp_path / name).read_text() for name in names] == before
 
 
 def test_the_table_has_every_number() -> None:

@@ -108,6 +108,12 @@ def test_costs_and_times() -> None:
     assert found.verdict == "within noise"
 
 
+def test_a_result_that_was_not_timed_is_no_comparison() -> None:
+    wrong = {"shape": [32, 8, 4096, 32, False], "method": "smgk soft", "error": {"output": 3.0}}
+    (claim,) = (claim for claim in claims({}, (wrong,)) if claim.title.startswith("Faster in inference"))
+    assert claim.comparisons == []
+
+
 def test_ranks_and_heads() -> None:
     high = {"length": 512, "examples": 8, "rank": [500.0], "effective_heads": [3.0]}
     table = tabulate(seeds("text", SOFTMAX, [65.0, 65.0]) + seeds("text", SMGK, [65.0, 65.0], inside=high))

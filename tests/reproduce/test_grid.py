@@ -96,3 +96,7 @@ def test_a_choice_narrows_the_grid_and_a_wrong_one_is_told() -> None:
         cells("table1", tasks=["imdb"])
     with pytest.raises(ValueError, match="what: expected one of table1"):
         cells("table5")
+    with pytest.raises(ValueError, match=r"recipes, heads: expected .* heads of 8, 4, 2, 1, got all and 3$"):
+        cells("table1", heads=[3])
+    with pytest.raises(ValueError, match=r"recipes of listops, text, .*got enwik8 and all$"):
+        cells("table1", tasks=["enwik8"])

@@ -88,6 +88,17 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
     assert "listops/mgk-h4-s1.json: data: expected those of most of the task" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["figures"], ["--check"]])
+def test_a_folder_without_records_is_an_error_and_the_report_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    out = tmp_path / "results.md"
+    out.write_text("as it was")
+    assert main([*words, "--results", str(tmp_path / "reslts"), "--out", str(out)]) == 1
+    assert capsys.readouterr().err.startswith("mgk: error: results: expected a folder with records")
+    assert out.read_text() == "as it was"
+
+
 def test_every_picture_of_the_report_is_drawn(tmp_path: Path) -> None:
     from mgk.reproduce.figures import draw
 

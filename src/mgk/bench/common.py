@@ -6,7 +6,6 @@ B batch, H heads, M components, N positions, D width of a head (of a value too).
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mgk
 from mgk.commit import commit
+from mgk.train.files import write_json
 
 COMPONENTS = 2
 DIRECTIONS = ("forward", "forward+backward")
@@ -96,7 +96,7 @@ class Report:
     def save(self, path: str | Path) -> Path:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_json(path, dataclasses.asdict(self))
         return path
 
     def tables(self) -> Group:

@@ -1,8 +1,8 @@
 """Mixture attention at half the heads against the best SDPA backend at all of them, on one GPU, in one run.
 
 Both sides are replayed from CUDA graphs, so that launches do not count; the eager ratio stands beside. Nothing is timed
-before it agreed with the float64 formula. Needs nothing but torch and Triton, so that it runs on a bare GPU machine:
-`python -m mgk.bench.cuda`.
+before it agreed with the float64 formula. Needs nothing but torch, Triton and safetensors, so that it runs on a bare
+GPU machine: `python -m mgk.bench.cuda`.
 
 B batch, H heads of the baseline (a mixture has half), N positions, D width of a head.
 """
@@ -10,7 +10,6 @@ B batch, H heads of the baseline (a mixture has half), N positions, D width of a
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -27,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mgk
 from mgk.commit import commit
+from mgk.train.files import write_json, write_text
 
 Shape = tuple[int, int, int, int, bool]
 SHAPES: tuple[Shape, ...] = (
@@ -397,10 +397,10 @@ def main(arguments: list[str] | None = None) -> None:
         result[name] = PARTS[name]()
         if name != "operators":
             print(name, result[name], flush=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")  # what is measured stays, whatever comes next
+        write_json(path, result)  # what is measured stays, whatever comes next
     if "operators" in result:
         print(table(result["operators"]))
-        path.with_suffix(".md").write_text(table(result["operators"]) + "\n")
+        write_text(path.with_suffix(".md"), table(result["operators"]) + "\n")
 
 
 if __name__ == "__main__":

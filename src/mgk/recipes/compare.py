@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import signal
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,8 @@ def compare(
 ) -> Comparison:
     """Train every attention with every seed, and tabulate. Runs that are finished are not run again.
 
+    Ctrl-C and SIGTERM stop all runs with a checkpoint each, and leave no process behind; the same call goes on.
+
     Args:
         config: what all runs share; their seeds count up from its own.
         attentions: variant and heads, e.g. "softmax:8", "smgk:4", with options behind: "mgk:4:hard", "smgk:2:em".
@@ -115,21 +120,23 @@ def compare(
         for number in range(seeds)  # one seed of everything first: a table soon, and better ones later
         for text, setting in settings.items()
     ]
-    results: dict[str, list[Result]] = {text: [] for text in settings}
+    results: dict[Path, Result] = {}
     failed: dict[str, str] = {}
-    for text, path, result in execute(runs, jobs, data_root, quiet):
-        if isinstance(result, Result) and result.finished:
-            results[text].append(result)
-        elif isinstance(result, Result):
-            raise KeyboardInterrupt  # told to stop: the next call goes on here
-        else:
-            failed[str(path)] = result
-            print(f"{path}: {result}", file=sys.stderr, flush=True)
-    rows = [summary(text, settings[text], found) for text, found in results.items() if found]
+    with closing(execute(runs, jobs, data_root, quiet)) as outcomes:
+        for path, result in outcomes:
+            if isinstance(result, Result) and result.finished:
+                results[path] = result
+            elif isinstance(result, Result):
+                raise KeyboardInterrupt  # told to stop: the next call goes on here
+            else:
+                failed[str(path)] = result
+                print(f"{path}: {result}", file=sys.stderr, flush=True)
+    by_seed = {text: [results[path] for t, _, path in runs if t == text and path in results] for text in settings}
+    rows = [summary(text, settings[text], found) for text, found in by_seed.items() if found]
     comparison = Comparison("perplexity" if config.kind == "language" else "accuracy %", rows, failed)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "comparison.json", {"metric": comparison.metric, "rows": [vars(row) for row in rows]})
-    write_text(folder / "comparison.md", comparison.table() + "\n")
+    if rows:  # else what an earlier call has written stays
+        write_json(folder / "comparison.json", {"metric": comparison.metric, "rows": [vars(row) for row in rows]})
+        write_text(folder / "comparison.md", comparison.table() + "\n")
     return comparison
 
 
@@ -150,30 +157,72 @@ def with_attention(config: Config, text: str) -> Config:
 
 def execute(
     runs: list[tuple[str, Config, Path]], jobs: int, data_root: str | Path | None, quiet: bool
-) -> Iterable[tuple[str, Path, Result | str]]:
-    """Results as they come; a run that failed gives its reason and does not stop the others."""
-    if jobs == 1:
-        for text, config, path in runs:
-            yield text, path, attempt(config, path, data_root, quiet)
-        return
+) -> Generator[tuple[Path, Result | str]]:
+    """Results as they come; a run that failed gives its reason and does not stop the others.
+
+    Closed early, it tells the runs that are under way to stop, and waits until they have.
+    """
+    here = [run for run in runs if jobs == 1 or (run[2] / "result.json").exists()]  # what is finished is only read
+    for _, config, path in here:
+        yield path, attempt(config, path, data_root, quiet)
     # Each run in a process of its own: a GPU is shared by processes, a Python interpreter is not.
     context = multiprocessing.get_context("spawn")
-    processes = min(jobs, len(runs))
-    with ProcessPoolExecutor(processes, context, share_cores, (processes,)) as pool:
-        waiting = {pool.submit(attempt, config, path, data_root, quiet): (text, path) for text, config, path in runs}
-        for future in as_completed(waiting):
-            text, path = waiting[future]
-            try:
-                yield text, path, future.result()
-            except Exception as error:  # the process itself died
-                yield text, path, f"{type(error).__name__}: {error}"
+    waiting = [run for run in runs if run not in here]
+    processes = min(jobs, len(waiting))
+    running: dict[Any, tuple[Any, Path]] = {}
+    with terminable():
+        try:
+            while waiting or running:
+                while waiting and len(running) < processes:
+                    _, config, path = waiting.pop(0)
+                    receiver, sender = context.Pipe(duplex=False)
+                    worker = context.Process(target=serve, args=(sender, processes, config, path, data_root, quiet))
+                    running[receiver] = worker, path
+                    worker.start()
+                    sender.close()
+                heard: list[Any] = wait(list(running))
+                for receiver in heard:
+                    worker, path = running[receiver]
+                    try:
+                        result = receiver.recv()
+                    except EOFError:
+                        result = None
+                    worker.join()
+                    del running[receiver]
+                    yield path, result or f"its process died with exit status {worker.exitcode}"
+        finally:
+            begun = [worker for worker, _ in running.values() if worker.pid is not None]
+            for worker in begun:
+                worker.terminate()
+            for worker in begun:
+                worker.join()
+
+
+def serve(sender: Connection, processes: int, *run: Any) -> None:
+    """A process of `execute`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # outside training: at a Ctrl-C our parent tells us
+    share_cores(processes)
+    sender.send(attempt(*run))
 
 
 def attempt(config: Config, path: Path, data_root: str | Path | None, quiet: bool) -> Result | str:
     try:
         return train(config, path, resume=True, data_root=data_root, quiet=quiet)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except Exception as error:  # PyTorch, Triton and Python each have names of their own for what goes wrong
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does; only a main thread can be told."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def summary(text: str, config: Config, results: list[Result]) -> Row:

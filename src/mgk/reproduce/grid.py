@@ -279,7 +279,14 @@ def cells(target: str, *, seeds: int = SEEDS, tasks: Iterable[str] = (), heads: 
         if task not in TASKS:
             raise ValueError(f"recipes: expected some of {', '.join(TASKS)}, got {task!r}")
     targets = tuple(GROUPS) if target == "all" else (target,)
-    found = (cell for seed in range(seeds) for each in targets for cell in _once(each, seed, wanted, counts))
+    found = [cell for seed in range(seeds) for each in targets for cell in _once(each, seed, wanted, counts)]
+    if not found:
+        own = dict.fromkeys(task for each in targets for task in GROUPS[each][0])
+        full = dict.fromkeys(str(group[0].heads) for each in targets for group in GROUPS[each][1])
+        raise ValueError(
+            f"recipes, heads: expected a choice that {target} has rows for, recipes of {', '.join(own)} and heads of "
+            f"{', '.join(full)}, got {' '.join(wanted) or 'all'} and {' '.join(map(str, counts)) or 'all'}"
+        )
     return list(dict.fromkeys(found))
 
 

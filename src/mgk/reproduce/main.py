@@ -73,9 +73,17 @@ def text(found: Sequence[records.Record], results: Path) -> str:
     return report(found, read_timings(results.parent / "bench-cuda.json"), read_steps(results.parent / STEPS.name))
 
 
+def read(results: Path) -> list[records.Record]:
+    """Of nothing there is no report: a folder that is misspelt would empty the one that is there."""
+    found = records.read_all(results)
+    if not found:
+        raise ValueError(f"results: expected a folder with records, RECIPE/CELL.json each, found none in {results}")
+    return found
+
+
 def write(results: Path, out: Path) -> None:
     """The report, and its figures where matplotlib is."""
-    found = records.read_all(results)
+    found = read(results)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, text(found, results))
     print(f"written to {out}")
@@ -90,7 +98,7 @@ def write(results: Path, out: Path) -> None:
 
 def verify(results: Path, out: Path) -> None:
     """The records are those of the grid, the report is what they say, and its pictures are there."""
-    found = records.read_all(results)
+    found = read(results)
     complaints = records.stale(found)
     if complaints:
         raise ValueError(f"{len(complaints)} records are not of the present grid: {complaints[0]}")

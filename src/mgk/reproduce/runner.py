@@ -5,7 +5,9 @@ system frees when its process dies, whatever it dies of. What is finished is a r
 is the folder of a run, which the next sitting continues from its last checkpoint.
 
 A process asks itself to stop, by SIGTERM, some time before the end of the budget: within training that means a
-checkpoint after the step it is in, elsewhere (evaluation, start-up) it stops at once, as the last checkpoint is enough.
+checkpoint after the step or the evaluation it is in, elsewhere (start-up, the test split, the record) it stops at once,
+as the last checkpoint is enough. One that evaluates beyond the end is killed there by its parent; a process alone, with
+one job, has none and ends that much later.
 
 A cell that fails is noted, and the others go on; also where it takes the process with it, or the GPU from the process,
 as an illegal access does: then another process goes on.
