@@ -169,6 +169,15 @@ def test_a_report_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.read_text() == "as it was"
 
 
+def test_some_parts_have_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cuda, "environment", dict)
+    monkeypatch.setattr(cuda, "PARTS", {"growth": dict, "padded": dict})
+    for arguments in ([], ["--parts", "growth"]):
+        cuda.main(arguments)
+    assert {path.name for path in Path("results").iterdir()} == {"bench-cuda.json", "bench-cuda-growth.json"}
+
+
 def test_no_rounds_is_an_error_before_any_work() -> None:
     with pytest.raises(ValueError, match="rounds: expected at least 1, got 0"):
         measure.run(FakeDevice(), [SMALL], rounds=0)

@@ -383,10 +383,11 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="results/bench-cuda.json")
+    parser.add_argument("--output", type=Path, help="results/bench-cuda.json; for some parts a file of their own")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(arguments)
-    path = Path(options.output)
+    some = () if options.parts == list(PARTS) else options.parts
+    path = options.output or Path("results") / f"{'-'.join(('bench', 'cuda', *some))}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"environment": environment()}
     if "operators" in options.parts:
