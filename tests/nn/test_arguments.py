@@ -80,6 +80,14 @@ CALL: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"key": x[0]}, ValueError, "key: expected 3 dimensions"),
     ({"key": 1}, TypeError, "key: expected a torch.Tensor"),
+    (
+        {"query": x.float()},
+        TypeError,
+        "query: expected the dtype of query_proj.weight, torch.float64, got torch.float32",
+    ),
+    ({"key": x.float()}, TypeError, "key: expected the dtype of key_proj.weight, torch.float64, got torch.float32"),
+    ({"key": x, "value": x.half()}, TypeError, "value: expected the dtype of value_proj.weight"),
+    ({"query": x.to("meta")}, ValueError, "query: expected the device of query_proj.weight, cpu, got meta"),
     ({"value": x}, ValueError, "value: expected None where key is None"),
     ({"key": x, "value": x[:, 1:]}, ValueError, r"value: expected shape \(B,Nk,vdim\) = \(2, 5, 12\) to go with key"),
     ({"key": x, "value": "x"}, TypeError, "value: expected a torch.Tensor"),
@@ -100,6 +108,7 @@ CALL: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attn_mask": ~causal_mask}, ValueError, "attn_mask: expected None or the causal mask .*, got another mask"),
     ({"attn_mask": torch.zeros(5, 5)}, ValueError, "attn_mask: expected None or the causal mask .*, got another mask"),
     ({"attn_mask": causal_mask[1:]}, ValueError, r"attn_mask: expected \(Nq,Nk\) = \(5, 5\), got .* \(4, 5\)"),
+    ({"attn_mask": causal_mask.long()}, TypeError, "attn_mask: expected dtype torch.bool or a float .*got torch.int64"),
     ({"attn_mask": 1, "is_causal": True}, TypeError, "attn_mask: expected a tensor"),
     ({"is_causal": None}, TypeError, "is_causal: expected True or False"),
     ({"cache": {}}, TypeError, "cache: expected a KeyValueCache of new_cache, got dict"),
@@ -118,6 +127,27 @@ CALL: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_forward(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make("smgk")(**({"query": x} | options))
+
+
+def test_autocast_takes_other_dtypes() -> None:
+    module = make("smgk").float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x.half())[0].isfinite().all()
+        with pytest.raises(TypeError, match=r"query: expected the dtype of query_proj\.weight, .*32, got .*64"):
+            module(x)  # which it leaves as it is
+
+
+@torch.no_grad()
+def test_a_compiled_mask_is_not_read() -> None:
+    torch.compiler.reset()
+    module = make("smgk")
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attn_mask: expected is_causal=True beside it"):
+        compiled(x, attn_mask=causal_mask)
+    expected = module(x, is_causal=True)[0]
+    torch.testing.assert_close(compiled(x, attn_mask=causal_mask, is_causal=True)[0], expected)
+    broken = torch.compile(module, backend="eager")  # in more than one graph it is read between them
+    torch.testing.assert_close(broken(x, attn_mask=causal_mask)[0], expected)
 
 
 def test_weights_of_a_linear_cache() -> None:
@@ -144,6 +174,13 @@ def test_cache_arguments(kind: str) -> None:
     module = make(kind)
     with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
         module.new_cache(0)
+    for capacity, error, message in (
+        ("a", TypeError, "expected an integer, got str 'a'"),
+        (2.5, TypeError, "expected an integer, got float 2.5"),
+        (-3, ValueError, "expected at least 0, got -3"),
+    ):
+        with pytest.raises(error, match=f"capacity: {message}"):
+            module.new_cache(2, capacity)  # type: ignore[arg-type]
     cache = module.new_cache(2)
     with pytest.raises(TypeError, match=r"indices: expected an integer tensor \(B,\), got list"):
         cache.reorder([0, 1])  # type: ignore[arg-type]

@@ -304,3 +304,44 @@ def test_compiled_for_one_length_it_takes_others(variant: str) -> None:
     for length in (5, 7, 9, 1):
         x = torch.randn(2, length, 16)
         torch.testing.assert_close(compiled(x)[0], layer(x)[0])
+
+
+@every_kind
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_shapes_alone_need_no_numbers(kind: str, is_causal: bool) -> None:
+    module = MixtureAttention(12, 3, device="meta", **KINDS[kind])
+    x = torch.empty(2, 9, 12, device="meta")
+    output, weights = module(x, is_causal=is_causal, need_weights=True)
+    torch.autograd.backward(module(x, is_causal=is_causal)[0].sum())
+    assert output.is_meta
+    assert output.shape == x.shape
+    assert weights.shape == (2, 9, 9)
+
+
+@pytest.mark.parametrize("kind", ["mgk", "smgk", "linear", "mlk", "smlk"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_of_every_sample(kind: str, is_causal: bool) -> None:
+    """As differential privacy takes them, beside one sample after the other."""
+    module, x = make(kind), normal(3, 5, 12)
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        output, _ = torch.func.functional_call(module, parameters, (x[None],), {"is_causal": is_causal})
+        return output.square().sum()  # type: ignore[no-any-return]
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for index, sample in enumerate(x):
+        own = torch.autograd.grad(loss(dict(module.named_parameters()), sample), list(module.parameters()))
+        for name, grad in zip(parameters, own, strict=True):
+            torch.testing.assert_close(found[name][index], grad, **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk"])
+def test_what_is_no_number_is_no_error(kind: str) -> None:
+    """It shows in the output of its own sequence, and in no other."""
+    module, x = make(kind, causal=True), normal(2, 5, 12)
+    x[0, 0, 0] = torch.nan
+    for need_weights in (False, True):
+        output, _ = module(x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool), need_weights=need_weights)
+        assert output[0].isnan().all()
+        torch.testing.assert_close(output[1:], module(x[1:])[0], **EXACT)

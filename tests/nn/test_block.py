@@ -110,5 +110,7 @@ def test_wrong_choices() -> None:
     attention = MixtureAttention(12, 3)
     with pytest.raises(ValueError, match="norm: expected one of pre, post, got 'both'"):
         Block(attention, 16, norm="both")
+    with pytest.raises(ValueError, match="layers: expected at least one Block, got none"):
+        Stack([])
     with pytest.raises(ValueError, match="activation: expected one of gelu, relu, got 'tanh'"):
         Block(attention, 16, norm="pre", activation="tanh")

@@ -90,6 +90,16 @@ def test_without_a_query_to_learn_from_nothing_moves() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
 
 
+@pytest.mark.parametrize("place", [0, 4])
+def test_a_batch_that_is_no_number_moves_nothing(place: int) -> None:
+    """In what counts, and in padding, where nothing times it is no number either."""
+    module, x = make("smgk-means").train(), normal(2, 5, 12)
+    before = {name: value.clone() for name, value in module.named_buffers()}
+    x[1, place, 0] = torch.nan
+    module(x, key_padding_mask=PADDING)
+    assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
+
+
 def test_a_single_query_leaves_a_variance_above_zero() -> None:
     module = make("smgk-means").train()
     for _ in range(20):

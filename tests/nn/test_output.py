@@ -150,3 +150,9 @@ def test_cutoffs_beyond_the_vocabulary_do_not_count() -> None:
     assert TiedSoftmax(5, 300, (5, 9)).capturable
     assert not TiedSoftmax(6, 300, (5, 9)).capturable  # too wide for the kernels
     assert TiedSoftmax(6, WIDTH, (5, 9)).capturable == HAS_TRITON
+
+
+@pytest.mark.parametrize("cutoffs", [[50, 20], [0, 20], [20, 20], [2.5], [True, 20], ["a"]])
+def test_cutoffs_increase(cutoffs: list[int]) -> None:
+    with pytest.raises(ValueError, match="cutoffs: expected increasing integers above 0, got"):
+        TiedSoftmax(100, WIDTH, cutoffs)

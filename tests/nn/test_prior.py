@@ -109,6 +109,16 @@ def test_evaluation_and_decoding_leave_the_prior(kind: str) -> None:
     assert torch.equal(module.log_prior, before)
 
 
+@each_em
+def test_a_batch_that_is_no_number_leaves_the_prior(kind: str) -> None:
+    module, x = make(kind).train(), normal(2, 5, 12)
+    assert module.log_prior is not None
+    before = module.log_prior.clone()
+    x[0, 0, 0] = torch.nan
+    module(x)
+    assert torch.equal(module.log_prior, before)
+
+
 def test_a_learned_prior_is_moved_by_its_gradient_alone() -> None:
     module = make("smgk").train()
     assert isinstance(module.log_prior, torch.nn.Parameter)

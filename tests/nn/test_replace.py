@@ -105,6 +105,37 @@ def test_a_module_in_two_places_stays_one() -> None:
     assert model[0] is inner[0]
 
 
+def test_both_names_of_a_module_are_replaced() -> None:
+    shared = nn.MultiheadAttention(12, 4, batch_first=True)
+    model = replace_attention(nn.ModuleDict({"first": shared, "second": shared}))
+    assert isinstance(model, nn.ModuleDict)
+    assert isinstance(model["first"], MixtureAttention)
+    assert model["second"] is model["first"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own in torch.export
+def test_padding_is_no_reason_not_to_compile() -> None:
+    """An encoder makes floats of a mask, and their numbers are not known in a graph."""
+    torch.compiler.reset()
+    model = replace_attention(encoder(layers=1)).eval()
+    x, padding = normal(2, 4, 12), torch.tensor([[False] * 4, [False, False, True, True]])
+    expected = model(x, src_key_padding_mask=padding)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, src_key_padding_mask=padding), expected, **EXACT)
+    exported = torch.export.export(model, (x,), {"src_key_padding_mask": padding}).module()
+    torch.testing.assert_close(exported(x, src_key_padding_mask=padding), expected, **EXACT)
+
+
+def test_sequence_first_names_what_is_wrong() -> None:
+    module, x = SequenceFirstAttention(12, 2, dtype=torch.float64), normal(5, 2, 12)
+    with pytest.raises(TypeError, match=r"query: expected a torch\.Tensor .*got NoneType"):
+        module(None)
+    with pytest.raises(TypeError, match=r"key: expected a torch\.Tensor .*got list"):
+        module(x, [1.0])
+    with pytest.raises(ValueError, match="key: expected 3 dimensions"):
+        module(x, x[0, 0])
+
+
 def test_what_cannot_be_replaced_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module"):
         replace_attention("model")  # type: ignore[type-var]

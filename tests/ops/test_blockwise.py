@@ -125,6 +125,38 @@ def test_float32_takes_no_slow_numbers_for_right_ones(variant: str, scale: float
         assert_close(f"gradient of {name}", grad.double() / unit, reference / unit, 10 * tolerance)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("log_prior", "size"), [(70.0, 1e8), (-72.0, 1e-12)])
+def test_a_prior_of_all_leaves_room_for_values(log_prior: float, size: float, variant: str, masked: bool) -> None:
+    """exp(70) is a number in float32, and so is 1e8, but not their product; exp(-72) * 1e-12 has a few bits."""
+    case = Case(variant, masked=masked, prior=None)
+    inputs = case.inputs(torch.float32, scale=0.2)
+    inputs["value"] = (size * inputs["value"]).detach().requires_grad_()
+    inputs["log_prior"] = torch.full((2, 2), log_prior, requires_grad=True)
+    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
+    actual, wanted = (attend(x, how, **case.options()) for x, how in ((inputs, "blockwise"), (exact, "reference")))
+    # Exponents of 72 are rounded to 4e-6, two or three times; what is left of a gradient is a difference of weights.
+    assert_close("output", actual.double() / size, wanted / size, 5e-5)
+    grads = gradients(wanted / size, exact)
+    for name, grad in gradients(actual / size, inputs).items():
+        unit = 1 / size if name == "value" else 1.0
+        assert_close(f"gradient of {name}", grad.double() / unit, grads[name] / unit, 2e-4)
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_backward_inside_autocast(variant: str, e_step: str) -> None:
+    """The operators compute in float32; PyTorch rounds as it does the products around those of shifted keys."""
+    inputs = Case(variant).inputs(torch.float32)
+    output = attend(inputs, "blockwise", e_step=e_step)
+    expected = gradients(output, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(output, inputs)
+    for name in inputs if variant == "mgk" else ("value", "log_prior"):
+        assert torch.equal(inside[name], expected[name]), name
+
+
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiles_as_one_graph(variant: str, e_step: str) -> None:

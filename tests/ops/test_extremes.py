@@ -167,6 +167,24 @@ def test_priors_of_zero_anywhere(impl: str, case: Case, dtype: torch.dtype) -> N
     assert_close("gradient of a prior of zero", removed, torch.zeros_like(removed), tolerance)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scale", [6.0, 20.0, 30.0, 100.0])
+def test_hidden_keys_of_any_size_move_nothing(impl: str, scale: float, variant: str, is_causal: bool) -> None:
+    """By a mask or by priors: unhidden, they may be so near that their weights beside the others' are infinite."""
+    for seed in range(12):
+        case = Case(variant, B=1, H=1, Nq=3, Nk=3, prior=None, masked=True, is_causal=is_causal, seed=seed)
+        inputs = case.inputs(torch.float32, scale=scale)
+        if "shift" in inputs:
+            inputs["shift"] = (inputs["shift"] / scale).detach().requires_grad_()
+        assert_right(inputs, impl, case.options())
+        mask = case.key_mask()
+        assert mask is not None
+        log_prior = torch.zeros(1, 2, 3).masked_fill(~mask, -torch.inf)
+        by_prior = attend({**inputs, "log_prior": log_prior}, impl, is_causal=is_causal)
+        assert_same(by_prior, attend(inputs, impl, **case.options()), inputs, tolerance=0)
+
+
 @pytest.mark.parametrize("prior", ["head", "position"])
 @pytest.mark.parametrize("variance", [None, "tensor"])
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -99,12 +99,31 @@ def test_half_precision_is_no_worse_than_eager_code(impl: str, is_causal: bool, 
 
 
 def test_autocast_changes_nothing() -> None:
-    arguments = {name: x.detach().float() for name, x in inputs(Nq=7).items()}
+    arguments = {name: x.detach().float().requires_grad_() for name, x in inputs(Nq=7).items()}
     with torch.autocast("cpu", torch.bfloat16):
         inside = mlk_attention(**arguments, is_causal=True)
         stepped, _ = linear_step(None, *arguments.values())
-    assert torch.equal(inside, mlk_attention(**arguments, is_causal=True))
+        grads = gradients(inside, arguments)
+    outside = mlk_attention(**arguments, is_causal=True)
+    assert torch.equal(inside, outside)
     assert torch.equal(stepped, linear_step(None, *arguments.values())[0])
+    assert all(map(torch.equal, grads, gradients(outside, arguments)))
+
+
+@pytest.mark.parametrize("which", range(len(MAPS)))
+def test_functional_gradients(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of causal attention, for all samples together and one by one."""
+    monkeypatch.setattr(linear, "CHUNK", 4)
+    query, key, value, log_prior = (x.detach() for x in inputs(B=3, Nq=10, Nk=10, prior="head").values())
+
+    def loss(query: Tensor, key: Tensor, value: Tensor, impl: str = "blockwise") -> Tensor:
+        options: Any = {"feature_map": MAPS[which], "is_causal": True, "impl": impl}
+        return mlk_attention(query, key, value, log_prior, **options).square().sum()
+
+    expected = torch.func.grad(loss)(query, key, value, "reference")
+    agree([torch.func.grad(loss)(query, key, value)], [expected])
+    one_by_one = torch.func.vmap(torch.func.grad(loss))
+    agree([one_by_one(query[:, None], key[:, None], value[:, None])[:, 0]], [expected])
 
 
 def log_dense(
@@ -186,6 +205,30 @@ def test_priors_of_any_size_are_right_in_float32(impl: str, is_causal: bool) -> 
     # exponents near 400 are rounded to 3e-5 in float32
     torch.testing.assert_close(got.double(), log_dense(leaves, log_elu, is_causal), rtol=2e-4, atol=2e-4)
     assert all(x.isfinite().all() for x in torch.autograd.grad(got.sum(), list(leaves.values())))
+
+
+@everywhere
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("prior", ["head", "position"])
+@pytest.mark.parametrize("apart", [20.0, 90.0, 104.0, 300.0])
+def test_features_of_zero_hide_no_others(impl: str, apart: float, prior: str, is_causal: bool) -> None:
+    """A component, a key or a feature that is zero, with a prior above that of what is not; in float32."""
+    arguments = {name: x.detach().float() for name, x in inputs(Nq=9, Nk=9, D=2, prior=prior).items()}
+    arguments["log_prior"] += apart * torch.linspace(-0.5, 0.5, arguments["log_prior"].shape[-1])
+    arguments["query"][:, :, 4] = 0  # which has no features
+    arguments["key"][:, :, 0, 2:4] = 0
+    leaves = {name: x.requires_grad_() for name, x in arguments.items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    expected = dense(**exact, feature_map="dpfp", is_causal=is_causal)
+    got = [mlk_attention(**leaves, feature_map="dpfp", is_causal=is_causal, impl=impl)]
+    if is_causal:
+        got.append(feed((1, 1, 5, 2), *leaves.values(), feature_map="dpfp"))  # type: ignore[misc]
+    wanted = gradients(expected, exact)
+    for output in got:
+        # exponents up to 150 are rounded to 8e-6 in float32, each way
+        torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
+        for one, other in zip(gradients(output, leaves), wanted, strict=True):
+            assert (one - other).abs().max() <= 1e-4 * (1 + other.abs().max())
 
 
 @everywhere

@@ -87,10 +87,26 @@ def test_transforms_of_torch_func() -> None:
         torch.func.jvp(lambda x: scaled(x, 2.0)[0], (x,), (x,))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap() -> None:
+    """Alone, of a gradient, and under one."""
     x = torch.randn(3, 5)
-    assert torch.equal(torch.func.vmap(lambda x: scaled(x, 2.0)[0])(x), 2 * x)
+
+    def loss(x: Tensor) -> Tensor:
+        return scaled(x, 2.0)[0].square().sum()  # type: ignore[no-any-return]
+
+    assert torch.equal(torch.func.vmap(lambda x: scaled(x, 2.0)[0], -1, -1)(x), 2 * x)
+    assert torch.equal(torch.func.vmap(torch.func.grad(loss))(x), 8 * x)
+    assert torch.equal(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(x), 8 * x)
+
+
+@operator("test_alone")
+def alone(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_vmap_of_what_has_one_result() -> None:
+    x = torch.randn(3, 5)
+    assert torch.equal(torch.func.vmap(alone)(x), 2 * x)
 
 
 @pytest.mark.parametrize("variant", ["smgk", "mgk"])
@@ -104,6 +120,25 @@ def test_functional_gradients_of_attention(variant: str) -> None:
 
     got, expected = (torch.func.grad(loss)(query, impl) for impl in ("blockwise", "reference"))
     torch.testing.assert_close(got, expected)
+    samples = torch.stack([query, query.flip(2), -query])
+    by_sample = torch.func.vmap(torch.func.grad(loss), (0, None))
+    torch.testing.assert_close(by_sample(samples, "blockwise"), by_sample(samples, "reference"))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_shapes_alone_need_no_numbers(is_causal: bool) -> None:
+    query, key, value, shift = (
+        torch.empty(*size, device="meta") for size in ((1, 2, 6, 4), (1, 2, 200, 4), (1, 2, 200, 3), (2, 3, 4))
+    )
+    components = key[:, :, None].expand(-1, -1, 3, -1, -1)
+    for output in (
+        mgk.mgk_attention(query, components, value, is_causal=is_causal),
+        mgk.smgk_attention(query, key, shift, value, is_causal=is_causal),
+        mgk.mlk_attention(query, components, value, is_causal=is_causal),
+        mgk.smlk_attention(query, key, shift, value, is_causal=is_causal),
+    ):
+        assert output.is_meta
+        assert output.shape == (1, 2, 6, 3)
 
 
 def test_a_second_derivative_is_an_error() -> None:

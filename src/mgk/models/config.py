@@ -139,9 +139,7 @@ class LanguageModelConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ends = tuple(self.cutoffs)
-        if list(ends) != sorted(set(ends)) or any(isinstance(c, bool) or not isinstance(c, int) or c < 1 for c in ends):
-            raise ValueError(f"cutoffs: expected increasing integers above 0, got {self.cutoffs}")
+        check.check_cutoffs(self.cutoffs)
 
 
 @dataclass(frozen=True)

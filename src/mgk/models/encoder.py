@@ -16,6 +16,7 @@ from mgk.nn import Block, MixtureAttention, RotaryPositions, Rotation, Sinusoida
 from mgk.nn.embeddings import Embedding
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
+from mgk.ops.common import autocasts
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -133,9 +134,9 @@ class TokenEncoder(nn.Module):
     def _rotation(
         self, module: RotaryPositions, positions: Tensor | None, start: int, length: int, like: Tensor
     ) -> Rotation:
-        kind, dtype = like.device.type, like.dtype
-        if torch.is_autocast_enabled(kind):  # queries and keys come out of a product: in this type
-            dtype = torch.get_autocast_dtype(kind)
+        dtype = like.dtype
+        if autocasts(like):  # queries and keys come out of a product: in this type
+            dtype = torch.get_autocast_dtype(like.device.type)
         where = counted(start, length, like)[None] if positions is None else positions
         return module(where, dtype)  # type: ignore[no-any-return]
 

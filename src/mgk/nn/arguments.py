@@ -81,7 +81,7 @@ def key_mask(name: str, padding: object, axes: str, expected: tuple[int, ...], q
         raise TypeError(f"{name}: expected a bool tensor ({axes}), got {check.describe(padding)}")
     if padding.is_floating_point():
         ignored = padding == -torch.inf
-        if padding.device.type == "cpu" and bool((padding.masked_fill(ignored, 0) != 0).any()):
+        if check.readable(padding) and bool((padding.masked_fill(ignored, 0) != 0).any()):
             raise ValueError(f"{name}: expected a bool tensor, or floats that are 0 or -inf, got other numbers")
         padding = ignored
     if padding.dtype != torch.bool:
@@ -99,7 +99,11 @@ def check_attn_mask(attn_mask: object, is_causal: bool, num_queries: int, num_ke
         raise TypeError(f"attn_mask: expected a tensor (Nq,Nk) or None, got {check.describe(attn_mask)}")
     if attn_mask.dim() < 2 or attn_mask.shape[-2:] != (num_queries, num_keys):
         raise ValueError(f"attn_mask: expected (Nq,Nk) = {(num_queries, num_keys)}, got {check.describe(attn_mask)}")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask: expected dtype torch.bool or a float dtype, got {attn_mask.dtype}")
     if not is_causal:
+        if torch.compiler.is_compiling():
+            raise ValueError("attn_mask: expected is_causal=True beside it where a model is compiled, got False")
         future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=attn_mask.device)
         future = future.triu(1 + num_keys - num_queries)
         hidden = (

@@ -33,6 +33,7 @@ from mgk.nn.prior import mean_key, prior_statistics, update_log_prior
 from mgk.nn.softmax import packed_softmax_attention, softmax_attention, softmax_weights
 from mgk.ops import api
 from mgk.ops import arguments as check
+from mgk.ops.common import autocasts
 from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 from mgk.ops.feature_maps import FeatureMap
 from mgk.ops.linear import linear_step, mlk_attention, rows_attention, smlk_attention, takes_rows
@@ -204,6 +205,7 @@ class MixtureAttention(nn.Module):
     def new_cache(self, batch_size: int, capacity: int = 0) -> KeyValueCache | StateCache:
         """An empty cache for `forward`. `capacity` reserves room for so many positions at once."""
         check.check_count("batch_size", batch_size)
+        check.check_count("capacity", capacity, 0)
         return StateCache(batch_size) if self.variant in LINEAR else KeyValueCache(batch_size, capacity)
 
     def forward(
@@ -347,7 +349,7 @@ class MixtureAttention(nn.Module):
         if torch.compiler.is_compiling() or not all(map(plain_linear, projections)):
             return None
         weights, biases = ([getattr(each, name) for each in projections] for name in ("weight", "bias"))
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = autocasts(x)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
         parameters = [each for each in (*weights, *biases, self.shift, self.log_prior) if each is not None]
         same = len({each.dtype for each in weights} | (set() if autocast else {x.dtype})) == 1
@@ -544,3 +546,16 @@ class MixtureAttention(nn.Module):
         check.check_shape("key", key, "B,Nk,kdim", (len(query), key.shape[1], self.kdim), " to go with query")
         value = check.check_tensor("value", value, "B,Nk,vdim")
         check.check_shape("value", value, "B,Nk,vdim", (*key.shape[:2], self.vdim), " to go with key")
+        self._check_place("query", query)
+        if key is not query:
+            self._check_place("key", key)
+        if value is not query and value is not key:
+            self._check_place("value", value)
+
+    def _check_place(self, name: str, x: Tensor) -> None:
+        """An input is of the dtype and on the device of its projection, unless that is one that sees to it itself."""
+        projection = getattr(self, f"{name}_proj")
+        weight = getattr(projection, "weight", x)
+        if (x.dtype != weight.dtype or x.device != weight.device) and plain_linear(projection):
+            cast = autocasts(x) and torch.float64 not in (x.dtype, weight.dtype)
+            check.check_same(name, x, weight, dtype=not cast, whose=f"{name}_proj.weight")

@@ -103,6 +103,8 @@ class Stack(nn.Module):
 
     def __init__(self, layers: list[Block], *, recompute: bool = False) -> None:
         super().__init__()
+        if not layers:
+            raise ValueError("layers: expected at least one Block, got none")
         self.layers = nn.ModuleList(layers)
         pre, width = layers[0].norm == "pre", layers[0].attention.embed_dim
         self.final_norm = LayerNorm(width) if pre else nn.Identity()

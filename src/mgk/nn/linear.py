@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk.ops.api import TRITON_DTYPES, small_kernels
-from mgk.ops.common import MANY_ROWS, NARROW
+from mgk.ops.common import MANY_ROWS, NARROW, autocasts
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -68,7 +68,7 @@ def linear(
 
 def cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """As autocast casts what is multiplied."""
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     return x, weight

@@ -41,7 +41,10 @@ def update_means(
     key_mask: Bool[Tensor, "b nk"] | None,
     query_mask: Bool[Tensor, "b nq"] | None,
 ) -> None:
-    """In place: `shift` and `log_variance` after one step. A component that explains no query keeps both."""
+    """In place: `shift` and `log_variance` after one step.
+
+    A component that explains no query, or one that is not a number, keeps both.
+    """
     dtype, width = compute_dtype(query.dtype), query.shape[-1]
     with without_autocast(query):
         q, k, b, log_s2 = (x.to(dtype) for x in (query, key, shift, log_variance))
@@ -49,7 +52,7 @@ def update_means(
         if log_prior is not None:
             bias = bias + log_prior.to(dtype).view(*log_s2.shape, -1)
         mass, offset, square = over_processes(*statistics(q, k, b, log_s2, bias, is_causal, key_mask, query_mask))
-        used = mass > 0
+        used = (mass > 0) & (offset.sum(-1) + square).isfinite()
         weight = torch.where(used, mass, 1)
         moved = offset / weight[..., None]
         # sum gamma |q - k - b|^2 = sum gamma |q - k|^2 - |b|^2 sum gamma at the new b

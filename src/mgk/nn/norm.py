@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mgk.nn.linear import plain
 from mgk.ops.api import TRITON_DTYPES, small_kernels
+from mgk.ops.common import autocasts
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -41,7 +42,7 @@ class LayerNorm(nn.LayerNorm):
 
     def dtype(self, input: Tensor) -> torch.dtype:
         """Of the output."""
-        narrow = self.narrow and torch.is_autocast_enabled(input.device.type)
+        narrow = self.narrow and autocasts(input)
         return torch.get_autocast_dtype(input.device.type) if narrow else input.dtype
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mgk.nn.packing import reorder
 from mgk.ops import arguments as check
 from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
+from mgk.ops.common import autocasts
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -45,7 +46,8 @@ class TiedSoftmax(nn.Module):
     def __init__(self, vocabulary: int, width: int, cutoffs: Sequence[int] = ()) -> None:
         super().__init__()
         check.check_count("vocabulary", vocabulary)
-        starts = [cutoff for cutoff in cutoffs if cutoff < vocabulary]
+        check.check_count("width", width)
+        starts = [cutoff for cutoff in check.check_cutoffs(cutoffs) if cutoff < vocabulary]
         ends = [*starts, vocabulary]
         self.sizes = [stop - start for start, stop in pairwise([0, *ends])]
         self.bias = nn.Parameter(torch.zeros(vocabulary))
@@ -98,7 +100,7 @@ class TiedSoftmax(nn.Module):
     def _fused_losses(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         from mgk.ops.triton.cross_entropy import linear_cross_entropy  # not loaded before it is needed
 
-        if torch.is_autocast_enabled(hidden.device.type):
+        if autocasts(hidden):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         if self.cluster_weight is None:

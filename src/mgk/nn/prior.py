@@ -56,7 +56,8 @@ def update_log_prior(
     """In place: prior <- momentum * prior + (1 - momentum) * total / count, over the batches of all processes.
 
     `total` and `count` are those of `mgk.prior_statistics`. A prior (H,M) is shared over positions: it is the mean of
-    the positions' priors weighted by how many queries saw each. Where no query saw a key, the prior stays.
+    the positions' priors weighted by how many queries saw each. Where no query saw a key, or one that
+    is not a number did, the prior stays.
     """
     if log_prior.dim() == 2:
         total, count = total.sum(-1), count.sum()
@@ -65,7 +66,7 @@ def update_log_prior(
         total, count = torch.nn.functional.pad(total, (0, room)), torch.nn.functional.pad(count, (0, room))
     total, count = over_processes(total, count)
     prior = momentum * log_prior.to(total.dtype).exp() + (1 - momentum) * total / count.clamp(min=1)
-    log_prior.copy_(torch.where(count > 0, prior.log(), log_prior.to(total.dtype)))
+    log_prior.copy_(torch.where((count > 0) & total.isfinite(), prior.log(), log_prior.to(total.dtype)))
 
 
 def mean_key(

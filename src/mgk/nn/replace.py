@@ -21,10 +21,13 @@ class SequenceFirstAttention(MixtureAttention):
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if query.dim() == 2:  # no batch
+        if not isinstance(query, Tensor) or query.dim() != 3:  # no batch, or an error
             return super().forward(query, key, value, *args, **kwargs)
         first = query.transpose(0, 1)
-        second, third = (first if x is query else None if x is None else x.transpose(0, 1) for x in (key, value))
+        second, third = (
+            first if x is query else x.transpose(0, 1) if isinstance(x, Tensor) and x.dim() == 3 else x
+            for x in (key, value)
+        )
         output, weights = super().forward(first, second, third, *args, **kwargs)
         return output.transpose(0, 1), weights
 
@@ -54,7 +57,7 @@ def replace_attention(
     found = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # named_children leaves out the second name of one
         if isinstance(child, nn.MultiheadAttention)
     ]
     if not found:

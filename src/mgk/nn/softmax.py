@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn.packing import Packing
-from mgk.ops import api
-from mgk.ops.common import compute_dtype
+from mgk.ops import api, reference
+from mgk.ops.common import compute_dtype, without_autocast
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -55,10 +55,12 @@ def softmax_attention(
         mask = None if key_mask is None else key_mask[:, None, None]
         return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
     value_of_heads = value.flatten(0, 1)[None]
-    query_of_heads, component, log_prior = as_mixture(query, key, key_mask)
-    output = api.mgk_attention(
-        query_of_heads, component, value_of_heads, log_prior, is_causal=is_causal, dropout_p=dropout_p, impl=impl
-    )
+    query_of_heads, component, *mixture = as_mixture(query, key, key_mask)
+    module = api.implementation(impl, query, value)
+    with without_autocast(query):
+        output: Tensor = module.mgk_attention(
+            query_of_heads, component, value_of_heads, *mixture, "soft", is_causal, None, dropout_p
+        )
     return output.view(*query.shape[:2], num_queries, value.shape[-1])
 
 
@@ -180,17 +182,21 @@ def softmax_weights(
     key_mask: Bool[Tensor, "b nk"] | None,
 ) -> Float[Tensor, "b h nq nk"]:
     """The dense weights, for looking at."""
-    weights = api.attention_weights(*as_mixture(query, key, key_mask), is_causal=is_causal)
-    return weights.view(*query.shape[:3], key.shape[2])
+    visible = reference.visible_pairs(query, key.shape[2], is_causal, None)
+    with without_autocast(query):
+        weights = reference.attention_weights(*as_mixture(query, key, key_mask), "soft", visible)
+    return weights.view(*query.shape[:3], key.shape[2]).to(query.dtype)
 
 
-def as_mixture(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def as_mixture(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, float]:
     """Softmax attention as MGK with one component, s2 = sqrt(D) and the prior exp(|k_j|^2 / 2 s2) (Eqns 5 and 6).
 
     Then l[i,j] = q_i.k_j / sqrt(D) - |q_i|^2 / 2 s2, and the last term cancels. The prior differs from sample to
     sample, so each sample's heads become heads of their own: query (1,B*H,Nq,D), key (1,B*H,1,Nk,D), prior (B*H,1,Nk).
+    Keys that are not numbers make it one that a caller's prior may not be: what takes it checks nothing.
     """
-    log_prior = key.to(compute_dtype(key.dtype)).square().sum(-1) / (2 * math.sqrt(key.shape[-1]))
+    variance = math.sqrt(key.shape[-1])
+    log_prior = key.to(compute_dtype(key.dtype)).square().sum(-1) / (2 * variance)
     if key_mask is not None:
         log_prior = log_prior.masked_fill(~key_mask[:, None], -math.inf)
-    return query.flatten(0, 1)[None], key.flatten(0, 1)[None, :, None], log_prior.flatten(0, 1)[:, None]
+    return query.flatten(0, 1)[None], key.flatten(0, 1)[None, :, None], log_prior.flatten(0, 1)[:, None], variance

@@ -6,10 +6,11 @@ B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 E_STEPS = ("soft", "hard")
 
@@ -36,11 +37,11 @@ def check_shape(name: str, value: Tensor, axes: str, expected: tuple[int, ...], 
         raise ValueError(f"{name}: expected shape ({axes}) = {expected}{because}, got {tuple(value.shape)}")
 
 
-def check_same(name: str, value: Tensor, query: Tensor, *, dtype: bool = True) -> None:
-    if dtype and value.dtype != query.dtype:
-        raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {value.dtype}")
-    if value.device != query.device:
-        raise ValueError(f"{name}: expected the device of query, {query.device}, got {value.device}")
+def check_same(name: str, value: Tensor, other: Tensor, *, dtype: bool = True, whose: str = "query") -> None:
+    if dtype and value.dtype != other.dtype:
+        raise TypeError(f"{name}: expected the dtype of {whose}, {other.dtype}, got {value.dtype}")
+    if value.device != other.device:
+        raise ValueError(f"{name}: expected the device of {whose}, {other.device}, got {value.device}")
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -49,12 +50,20 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
-def check_count(name: str, value: object) -> int:
+def check_count(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer, got {describe(value)}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
     return value
+
+
+def check_cutoffs(cutoffs: Sequence[object]) -> list[int]:
+    """Where the clusters of an adaptive softmax begin."""
+    starts = [cutoff for cutoff in cutoffs if isinstance(cutoff, int) and not isinstance(cutoff, bool) and cutoff > 0]
+    if list(cutoffs) != sorted(set(starts)):
+        raise ValueError(f"cutoffs: expected increasing integers above 0, got {cutoffs}")
+    return starts
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -155,4 +164,4 @@ def check_value(value: object, query: Tensor, key: Tensor) -> Tensor:
 
 def readable(tensor: Tensor) -> bool:
     """Whether its values may decide something here and now."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and peek_interpreter_stack() is None

@@ -20,7 +20,7 @@ from torch import Tensor
 from mgk.ops.blockwise_attend import Dropout, WeightGradient, attend, attend_backward, is_large
 from mgk.ops.blockwise_kernels import LOWEST, LOWEST_BACKWARD, Mixture, Scratch, make_blocks
 from mgk.ops.blockwise_shifted import ShiftedHard, ShiftedSoft, as_mixture
-from mgk.ops.common import Variance, compute_dtype, shifted_keys
+from mgk.ops.common import Variance, compute_dtype, shifted_keys, without_autocast
 from mgk.ops.operator import operator
 
 
@@ -140,11 +140,12 @@ def mixture_backward(
     scratch, alive = Scratch(value), key_bias.amax(1) > -torch.inf
     if not (shift.numel() and alive.numel()):
         return no_gradient(query, key, query.new_empty(0) if row_bias is None else row_bias, key_bias, value)
-    grad, shift, lowest = without_sums(grad, shift, total)
-    kernel = Mixture(query, key, row_bias, key_bias, scale, hard, lowest, scratch)
-    weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
-    attend_backward([kernel], None, shift, alive, causal, key.shape[1], weight_grad)
-    return *kernel.gradients(), weight_grad.grad_value
+    with without_autocast(grad):
+        grad, shift, lowest = without_sums(grad, shift, total)
+        kernel = Mixture(query, key, row_bias, key_bias, scale, hard, lowest, scratch)
+        weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
+        attend_backward([kernel], None, shift, alive, causal, key.shape[1], weight_grad)
+        return *kernel.gradients(), weight_grad.grad_value
 
 
 @operator("blockwise_shifted", "cpu")
@@ -168,14 +169,15 @@ def shifted_backward(
     scratch, alive = Scratch(value), log_w.amax(1) > -torch.inf
     if not (shift.numel() and alive.numel()):
         return no_gradient(query, key, log_u, log_w, value)
-    grad, shift, lowest = without_sums(grad, shift, total)
-    kernel = shifted_kernel(hard, log_u)(query, key, log_u, log_w, scale, lowest, scratch)
-    weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
-    if not bool(road_taken.any()):
-        attend_backward([kernel], None, shift, alive, causal, 1, weight_grad)
-        return *kernel.gradients(), weight_grad.grad_value
-    mixture = as_mixture(kernel)
-    attend_backward([kernel, mixture], road_taken, shift, alive, causal, 1, weight_grad)
+    with without_autocast(grad):
+        grad, shift, lowest = without_sums(grad, shift, total)
+        kernel = shifted_kernel(hard, log_u)(query, key, log_u, log_w, scale, lowest, scratch)
+        weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
+        if not bool(road_taken.any()):
+            attend_backward([kernel], None, shift, alive, causal, 1, weight_grad)
+            return *kernel.gradients(), weight_grad.grad_value
+        mixture = as_mixture(kernel)
+        attend_backward([kernel, mixture], road_taken, shift, alive, causal, 1, weight_grad)
     grads = list(kernel.gradients())
     by_query, by_key, by_row, by_bias = mixture.gradients()
     for total, part in zip(grads, (by_query, by_key.sum(1), by_row, by_bias), strict=True):

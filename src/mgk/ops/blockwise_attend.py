@@ -1,10 +1,10 @@
 """Attention and its gradient, block by block, with any kernel of `blockwise_kernels.py`.
 
 How a block stays exact: the weights are exp(l - m_i), and any m_i cancels. Where norms and biases show that no weight
-can leave the range of normal numbers, it is 0. Else it starts as an upper bound that costs nothing (a Gaussian is at
-most 1). Where a row's sum then falls under `TINY`, the bound was too loose, and the block is done again with the exact
-row maximum. For shifted keys the factors can still hide a row whose heavy keys sit in another component; such a block
-is done as a mixture. What a row above `TINY` loses is 1e-12 of it for each key.
+can leave the range of normal numbers, it is the largest bias of a key. Else it starts as an upper bound that costs
+nothing (a Gaussian is at most 1). Where a row's sum then falls under `TINY`, the bound was too loose, and the block is
+done again with the exact row maximum. For shifted keys the factors can still hide a row whose heavy keys sit in another
+component; such a block is done as a mixture. What a row above `TINY` loses is 1e-12 of it for each key.
 
 Backward takes m_i + log of the row sum for m_i, so that weights sum to 1. Where m_i is so large that rounding would
 take that log away, it keeps m_i, whose exponents are those of forward to the last bit, and divides the gradient of the
@@ -121,6 +121,7 @@ def attend(
     pending = list(make_blocks(query.shape[1], alive, is_causal, scores))
     if pending:
         kernel = roads[0]()
+        shift = shift + kernel.largest_bias
         kernel.start(shift)
         if kernel.narrow:  # nothing can be lost
             forward.run(kernel, pending)

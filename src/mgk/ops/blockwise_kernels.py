@@ -168,7 +168,11 @@ class Kernel:
         self.extra = 0.0, 0.0  # the least and most that a kernel adds to an exponent
         hidden = key_bias == -torch.inf
         self.visible = (~hidden).to(key.dtype)[..., None] if bool(hidden.any()) else None  # (G,M,Nk,1)
-        self.key_bias = key_bias if self.visible is None else key_bias.masked_fill(hidden, 0)
+        largest = key_bias.flatten(1).amax(1, keepdim=True)
+        self.largest_bias = largest.masked_fill(largest == -torch.inf, 0)  # (G,1)
+        self.key_bias = (
+            key_bias if self.visible is None else torch.where(hidden, self.largest_bias[..., None], key_bias)
+        )
         norms = [torch.linalg.vector_norm(x, dim=-1).flatten(1).amax(1) for x in (query, key)]
         self.reach = (norms[0] * norms[1]).max().item() * scale
 

@@ -38,9 +38,6 @@ class Shifted(Kernel):
         super().__init__(query, key[:, None], None, key_bias[:, None], scale, lowest, scratch)
         self.log_u, self.log_w = log_u, log_w
 
-    def unmixed(self, block: Block, keys: Span) -> Tensor:
-        return self.hide_future(self.exponential(self.exponent(block, keys)), block, keys)
-
     def start_backward(self) -> None:
         super().start_backward()
         self.grad_log_u, self.grad_log_w = torch.zeros_like(self.log_u), torch.zeros_like(self.log_w)
@@ -76,7 +73,7 @@ class ShiftedSoft(Shifted):
         log_u, log_w = self.log_u - shift[:, None], self.log_w
         removed = log_w == -torch.inf
         self.extra = 0.0, 0.0
-        self.factored = self.in_range(log_u, log_w.masked_fill(removed, 0))
+        self.factored = self.in_range(log_u, torch.where(removed, self.largest_bias[..., None], log_w))
         if not self.factored:
             scale = self.log_u.amax(1)
             log_u, log_w = self.log_u - scale[:, None], log_w - self.key_bias
@@ -112,13 +109,15 @@ class ShiftedSoft(Shifted):
         return left if self.narrow else self.hide(left.clamp_(min=math.exp(self.lowest)), block, keys)
 
     def weights(self, block: Block, keys: Span) -> Tensor:
-        return self.mixed(self.unmixed(block, keys), self.mix(block, keys), block, keys)
+        unmixed = self.hide_future(self.exponential(self.exponent(block, keys)), block, keys)
+        return self.mixed(unmixed, self.mix(block, keys), block, keys)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.grad_query, self.grad_key[:, 0], self.grad_log_u * self.all_u, self.grad_log_w * self.all_w
 
     def grad_score(self, block: Block, keys: Span, grad: WeightGradient) -> Tensor:
-        weights = self.unmixed(block, keys)
+        # That of a hidden key may be so large that times the slope it is infinite.
+        weights = self.hide(self.exponential(self.exponent(block, keys)), block, keys)
         product = self.mixed(self.mix(block, keys), weights, block, keys)
         slope = grad.slope(block, keys, product)
         product *= slope

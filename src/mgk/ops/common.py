@@ -22,10 +22,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def autocasts(tensor: Tensor) -> bool:
+    """Whether autocast is on where the tensor is; on meta there is none, and asking is an error."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Operators compute in the types they are given. Switching off what is off takes longer than a launch."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else nullcontext()
 
 
 def shifted_keys(key: Tensor, shift: Tensor) -> Tensor:

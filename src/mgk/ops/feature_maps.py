@@ -30,7 +30,7 @@ FAVOR_FEATURES_PER_WIDTH = 4  # whole orthogonal blocks; F = 256 at D = 64
 
 
 class ScaledFeatures(NamedTuple):
-    """phi = mantissa * exp(exponent), two tensors (..., F). Gradients flow through both."""
+    """phi = mantissa * exp(exponent), two tensors (..., F). Gradients flow through both; at -inf both are zero."""
 
     mantissa: Tensor
     exponent: Tensor
@@ -62,6 +62,11 @@ def dpfp(x: Float[Tensor, "... d"], nu: int = DPFP_NU) -> ScaledFeatures:
     rectified = torch.cat((unit.relu(), (-unit).relu()), -1)
     mantissa = torch.cat([rectified * rectified.roll(n, -1) for n in range(1, nu + 1)], -1)
     return ScaledFeatures(mantissa, (2 * largest.log()).expand_as(mantissa))
+
+
+def without_exponents_of_zero(features: ScaledFeatures) -> ScaledFeatures:
+    """What is zero, with a slope of zero as in `dpfp`, at -inf, where it hides nothing that is small."""
+    return ScaledFeatures(features.mantissa, torch.where(features.mantissa == 0, -torch.inf, features.exponent))
 
 
 def favor(x: Float[Tensor, "... d"], projection: Float[Tensor, "f d"]) -> ScaledFeatures:

@@ -33,12 +33,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
 from mgk.ops.api import HAS_TRITON, IMPLEMENTATIONS, TRITON_DTYPES
 from mgk.ops.common import compute_dtype, shifted_keys, without_autocast
-from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, check_feature_map, elu
+from mgk.ops.feature_maps import (
+    FeatureMap,
+    ScaledFeatures,
+    apply_feature_map,
+    check_feature_map,
+    dpfp,
+    elu,
+    without_exponents_of_zero,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -172,7 +181,7 @@ def linear_step(
         raise ValueError(f"key: expected one key per query, n = {query.shape[2]}, got {check.describe(key)}")
     with without_autocast(query):
         checked = _check(query, key, shift, value, log_prior, feature_map, key_mask)
-        reads, keys, values = _prepare(query, key, shift, *checked)
+        reads, keys, values = _prepare(query, key, shift, *checked, with_state=True)
         output, sums, exponent = _causal(reads, keys, values, *_join(state, reads, values))
         return _quotient(output).to(query.dtype), LinearState(sums[..., :-1], sums[..., -1], exponent[:, :, 0])
 
@@ -245,7 +254,7 @@ def _check(
 
 def _prepare(
     query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, prior: Tensor | None, mask: Tensor | None,
-    phi: FeatureMap,
+    phi: FeatureMap, with_state: bool = False,
 ) -> tuple[ScaledFeatures, ScaledFeatures, Tensor]:  # fmt: skip
     """The arguments as features of queries and mixed keys, (B,H,N,F), and values with a column of ones.
 
@@ -253,18 +262,30 @@ def _prepare(
     """
     dtype = compute_dtype(query.dtype)
     key = key.to(dtype) if shift is None else shifted_keys(key, shift)
-    queries = _mix(apply_feature_map(phi, query.to(dtype)[:, :, None]), None, None)
-    return queries, _mix(apply_feature_map(phi, key), prior, mask), pad(value.to(dtype), (0, 1), value=1.0)
+    queries, keys = (apply_feature_map(phi, x) for x in (query.to(dtype)[:, :, None], key))
+    if phi is dpfp and (with_state or _far_apart(_with_prior(keys.exponent[..., :1], prior))):
+        queries, keys = map(without_exponents_of_zero, (queries, keys))  # which exponentials on a CPU do not like
+    return _mix(queries, None, None), _mix(keys, prior, mask), pad(value.to(dtype), (0, 1), value=1.0)
+
+
+def _with_prior(exponent: Tensor, log_prior: Tensor | None) -> Tensor:
+    """For exponents (B,H,M,N,F)."""
+    if log_prior is None:
+        return exponent - math.log(exponent.shape[2])
+    log_prior = log_prior.to(exponent.dtype)
+    return exponent + (log_prior[..., None, None] if log_prior.dim() == 2 else log_prior[..., None])
+
+
+def _far_apart(exponent: Tensor) -> bool:
+    """Whether one may hide another, or it cannot be told."""
+    if not (check.readable(exponent) and exponent.numel()):
+        return True
+    return not bool(exponent.amax() - exponent.amin() < _half_range(exponent.dtype))
 
 
 def _mix(features: ScaledFeatures, log_prior: Tensor | None, key_mask: Tensor | None) -> ScaledFeatures:
     """sum_r prior[j,r] phi(k_jr): (B,H,M,N,F) -> (B,H,N,F), with constant exponents; -inf where nothing is left."""
-    exponent = features.exponent
-    if log_prior is None:
-        exponent = exponent - math.log(exponent.shape[2])
-    else:
-        log_prior = log_prior.to(exponent.dtype)
-        exponent = exponent + (log_prior[..., None, None] if log_prior.dim() == 2 else log_prior[..., None])
+    exponent = _with_prior(features.exponent, log_prior)
     largest = exponent.detach().amax(2)
     finite = largest.masked_fill(largest == -torch.inf, 0)
     mantissa = (features.mantissa * (exponent - finite[:, :, None]).exp()).sum(2)
@@ -280,6 +301,11 @@ def _largest(exponent: Tensor) -> Tensor:
     if not exponent.shape[-2]:
         return exponent.new_full((*exponent.shape[:-2], 1, exponent.shape[-1]), floor)
     return exponent.amax(-2, keepdim=True).clamp(min=floor)
+
+
+def _strongest(exponent: Tensor) -> Tensor:
+    """m_i: the largest exponent a query reads, (..., N, F) -> (..., N, 1). Finite, and above c_f where no key has f."""
+    return exponent.amax(-1, keepdim=True).clamp(min=torch.finfo(exponent.dtype).min / 8)
 
 
 def _at(features: ScaledFeatures, positions: slice) -> ScaledFeatures:
@@ -307,7 +333,7 @@ def _dense(query: ScaledFeatures, key: ScaledFeatures, value: Tensor, is_causal:
         seen = slice(0, max(0, row.stop + num_keys - num_queries) if is_causal else num_keys)
         reads, keys = _at(query, row), _at(key, seen)
         c = _largest(keys.exponent)
-        m = (reads.exponent + c).amax(-1, keepdim=True)
+        m = _strongest(reads.exponent + c)
         weights = _times_exp(reads, c - m) @ _times_exp(keys, -c).mT
         sums.append(weights @ value[:, :, seen])
     return torch.cat(sums, 2)
@@ -319,7 +345,7 @@ def _blockwise(query: ScaledFeatures, key: ScaledFeatures, value: Tensor, is_cau
     empty = _join(None, query, value)
     before, exponent = _absorb(_at(key, slice(0, num_keys - shared)), value[:, :, : num_keys - shared], *empty)
     if not is_causal:
-        m = (query.exponent + exponent).amax(-1, keepdim=True)
+        m = _strongest(query.exponent + exponent)
         return _times_exp(query, exponent - m) @ before
     reads, keys = _at(query, slice(num_queries - shared, None)), _at(key, slice(num_keys - shared, None))
     sums, _, _ = _causal(reads, keys, value[:, :, num_keys - shared :], before, exponent)
@@ -356,20 +382,30 @@ def _chunk(
     c = torch.maximum(exponent, _largest(key.exponent))
     keys, past = _times_exp(key, -c), sums * (exponent - c).exp().mT
     after = past + keys.mT @ value
-    m = (query.exponent + c).amax(-1, keepdim=True)
+    m = _strongest(query.exponent + c)
     if value.shape[2] == 1 or _one_scale_will_do(query, torch.maximum(exponent, key.exponent[:, :, :1]), m):
         reads = _times_exp(query, c - m)
         return reads @ past + (reads @ keys.mT).tril() @ value, after, c
-    m = (query.exponent + torch.maximum(key.exponent.cummax(2).values, exponent)).amax(-1, keepdim=True)
+    m = _strongest(query.exponent + torch.maximum(key.exponent.cummax(2).values, exponent))
     return _times_exp(query, exponent - m) @ sums + _within(query, key, value, m), after, c
+
+
+def _looked_on() -> bool:
+    """Whether a compiler or a transform of torch.func is at work."""
+    return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
 
 
 def _one_scale_will_do(query: ScaledFeatures, start: Tensor, m: Tensor) -> bool:
     """Whether c_f of the whole chunk leaves every query, which sees `start` at least, half the range of its numbers."""
-    if torch.compiler.is_compiling():  # one graph: no decision waits for a number
+    if _looked_on() or m.is_meta:  # no decision waits for a number
         return False
-    hidden = m - (query.exponent + start).amax(-1, keepdim=True)
-    return not bool((hidden > -math.log(torch.finfo(m.dtype).tiny) / 2).any())
+    hidden = m - _strongest(query.exponent + start)
+    return not bool((hidden > _half_range(m.dtype)).any())
+
+
+def _half_range(dtype: torch.dtype) -> float:
+    """Of the exponents of normal numbers up to 1."""
+    return -math.log(torch.finfo(dtype).tiny) / 2
 
 
 def _within(query: ScaledFeatures, key: ScaledFeatures, value: Tensor, m: Tensor) -> Tensor:
@@ -407,7 +443,7 @@ def _causal(
         return _times_exp(query, exponent) @ sums, sums, exponent
     if value.shape[2] == 1:  # decoding: nothing to do again
         return _chunk(query, key, value, sums, exponent)
-    if torch.compiler.is_compiling():  # which chooses by itself what to keep for backward
+    if _looked_on():  # by what chooses itself what to keep for backward, or differentiates in its own way
         output, _, sums, exponent = _scan(query, key, value, sums, exponent)
         return output, sums, exponent
     return _CausalScan.apply(*query, *key, value, sums, exponent)  # type: ignore[no-any-return, no-untyped-call]
@@ -460,11 +496,12 @@ class _CausalScan(torch.autograd.Function):
         for index, at in reversed(list(enumerate(_chunks(value)))):
             before, exponent = states[2 * index : 2 * index + 2]
             inputs = [part.detach().requires_grad_() for part in (q[:, :, at], k[:, :, at], value[:, :, at], before)]
-            with torch.enable_grad():
-                query = ScaledFeatures(inputs[0], q_exponent[:, :, at])
-                key = ScaledFeatures(inputs[1], k_exponent[:, :, at])
-                output, after, _ = _chunk(query, key, inputs[2], inputs[3], exponent)
-            *parts, grad_sums = torch.autograd.grad((output, after), inputs, (grad_output[:, :, at], grad_sums))
+            with without_autocast(value):
+                with torch.enable_grad():
+                    query = ScaledFeatures(inputs[0], q_exponent[:, :, at])
+                    key = ScaledFeatures(inputs[1], k_exponent[:, :, at])
+                    output, after, _ = _chunk(query, key, inputs[2], inputs[3], exponent)
+                *parts, grad_sums = torch.autograd.grad((output, after), inputs, (grad_output[:, :, at], grad_sums))
             for grad, part in zip(grads, parts, strict=True):
                 grad[:, :, at] = part
         return grads[0], None, grads[1], None, grads[2], grad_sums, None
@@ -481,7 +518,7 @@ def _fla(query: ScaledFeatures, key: ScaledFeatures, value: Tensor) -> Tensor:
     c = key.exponent.cummax(2).values.clamp(min=torch.finfo(key.exponent.dtype).min / 4)  # (B,H,N,F)
     # A sum that shrinks further than this is nothing beside the key it shrinks for; the gates' own sums stay exact.
     gate = pad((c[:, :, :-1] - c[:, :, 1:]).clamp(min=NEGLIGIBLE), (0, 0, 1, 0))
-    m = (query.exponent + c).amax(-1, keepdim=True)
+    m = _strongest(query.exponent + c)
     parts = (_times_exp(query, c - m), _times_exp(key, -c), value, gate)
     sums, _ = chunk_gla(*(part.transpose(1, 2).contiguous() for part in parts), scale=1.0)  # (B,N,H,Dv+1)
     return sums.transpose(1, 2)  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 `torch.library.custom_op` lets torch.compile, torch.export, FlopCounterMode and the like see a kernel as one node, and
 costs the host more than the launch of the kernel does. Where nothing looks, the function is called as it is, in an
-`autograd.Function` if it can be differentiated; so too within `torch.func.grad`, which custom operators do not take.
+`autograd.Function` if it can be differentiated; so too within `torch.func`, whose `grad` custom operators do not take.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd.function import once_differentiable
 
 PLAIN = {Tensor, nn.Parameter, NoneType, bool, int, float, str, torch.dtype}
-DERIVATIVES = (TransformType.Grad, TransformType.Jvp)  # forward mode is an error; an operator would say zero
+TRANSFORMS = (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)  # Jvp is an error; an operator would say zero
 num_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -41,7 +41,7 @@ class Operator:
 
     def __call__(self, *inputs: Any) -> Any:
         transform = peek_interpreter_stack()
-        if is_watched(inputs) or (transform is not None and transform.key() not in DERIVATIVES):
+        if is_watched(inputs) or (transform is not None and transform.key() not in TRANSFORMS):
             return self.op(*inputs)
         return self.direct(*inputs) if transform is None else self.transformed(*inputs)
 
@@ -78,6 +78,18 @@ def transformable(function: Callable[..., Any], gradient: Callable[..., Any], ke
         forward = staticmethod(function)  # type: ignore[assignment]
         setup_context = staticmethod(keep)  # type: ignore[assignment]
         backward = staticmethod(once_differentiable(gradient))  # type: ignore[assignment]
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+            """One sample after the other."""
+            pairs = list(zip(inputs, in_dims, strict=True))
+            samples = [
+                Transformed.apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))  # type: ignore[no-untyped-call]
+                for i in range(info.batch_size)
+            ]
+            if isinstance(samples[0], Tensor):
+                return torch.stack(samples), 0
+            return tuple(map(torch.stack, zip(*samples, strict=True))), (0,) * len(samples[0])
 
     return Transformed.apply
 
