@@ -68,7 +68,7 @@ ALL = ["forward_kernel", "query_kernel", "key_kernel"]
         (replace(CASE, is_causal=True, D=128, Dv=128), 1.0),
         (replace(CASE, D=128, Dv=128, Nq=128, Nk=384, prior="position"), 1.0),
         (replace(CASE, Nq=128, Nk=640, is_causal=True, prior="position"), 1.0),
-        (replace(CASE, B=2, H=3, Nq=384, Nk=384, is_causal=True, D=128, Dv=128), 1.0),
+        (replace(CASE, B=2, H=3, Nq=256, Nk=256, is_causal=True, D=128, Dv=128), 1.0),
         (replace(CASE, Nq=200, Nk=331, prior="position"), 1.0),
         (replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 1.0),
         (replace(CASE, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 6.0),
