@@ -17,9 +17,10 @@ help:
 setup: $(STAMP)
 
 # The stamp makes a second run start at once; it is renewed when what must be installed has changed.
+# Compiled is what is imported, when it is: all of it would take a minute.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 lint: $(STAMP)
