@@ -295,7 +295,7 @@ def test_repr_says_what_it_is() -> None:
         assert part in text
 
 
-@pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk", "linear", "mlk", "smlk"])
+@pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk", "linear", "smlk"])
 def test_compiled_for_one_length_it_takes_others(variant: str) -> None:
     """From the second length on, torch.compile keeps it open: a number that is not known, and nothing made of it."""
     torch.compiler.reset()
