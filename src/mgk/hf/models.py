@@ -31,6 +31,7 @@ from transformers.utils.output_capturing import capture_outputs
 from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.config import MGKConfig
 from mgk.models import build
+from mgk.models.encoder import count_real
 from mgk.nn import Block, Stack
 from mgk.nn.output import IGNORE
 
@@ -342,7 +343,7 @@ def positions_of(position_ids: Tensor | None, input_ids: Tensor, mask: Tensor | 
     """As given; else counting real tokens, if a mask says which: padding may stand on either side."""
     if position_ids is not None:
         return position_ids.expand_as(input_ids)
-    return None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+    return None if mask is None else count_real(mask)
 
 
 def check_options(options: dict[str, Any]) -> None:

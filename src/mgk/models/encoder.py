@@ -179,6 +179,11 @@ def check_packed(tokens: Tensor, mask: Tensor, positions: object, start: int) ->
     return mask.shape[0], mask.shape[1]
 
 
+def count_real(mask: Bool[Tensor, "*b n"]) -> Int[Tensor, "*b n"]:
+    """Positions 0, 1, ... of the real tokens, whichever side padding stands on."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
 def counted(start: int, length: int, like: Tensor) -> Tensor:
     return torch.arange(start, start + length, device=like.device)
 

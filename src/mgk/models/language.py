@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mgk.models.config import LanguageModelConfig
-from mgk.models.encoder import TokenEncoder
+from mgk.models.encoder import TokenEncoder, count_real
 from mgk.nn import StackCache, TiedSoftmax
 from mgk.nn.output import IGNORE
 from mgk.ops.cost import LINEAR
@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
     ) -> Float[Tensor, "b n e"]:
         """What the softmax reads."""
         if positions is None and mask is not None:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            positions = count_real(mask)[:, -tokens.shape[1] :]
         x = self.encoder(tokens, mask, positions, cache)
         return self.dropout(x if last is None else x[:, -last:])  # type: ignore[no-any-return]
 

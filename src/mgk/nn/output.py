@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+from mgk.nn.linear import cast
 from mgk.nn.packing import reorder
 from mgk.ops import arguments as check
 from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
-from mgk.ops.common import autocasts
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -100,9 +100,7 @@ class TiedSoftmax(nn.Module):
     def _fused_losses(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         from mgk.ops.triton.cross_entropy import linear_cross_entropy  # not loaded before it is needed
 
-        if autocasts(hidden):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden, weight = cast(hidden, weight)
         if self.cluster_weight is None:
             return linear_cross_entropy(hidden, weight, self.bias, target)
         (head, head_bias), *tails = self._clusters(weight)

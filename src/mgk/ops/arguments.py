@@ -162,6 +162,11 @@ def check_value(value: object, query: Tensor, key: Tensor) -> Tensor:
     return value
 
 
+def looked_on() -> bool:
+    """Whether a compiler or a transform of torch.func is at work."""
+    return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether its values may decide something here and now."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and peek_interpreter_stack() is None
+    return tensor.device.type == "cpu" and not looked_on()

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
@@ -390,14 +389,9 @@ def _chunk(
     return _times_exp(query, exponent - m) @ sums + _within(query, key, value, m), after, c
 
 
-def _looked_on() -> bool:
-    """Whether a compiler or a transform of torch.func is at work."""
-    return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
-
-
 def _one_scale_will_do(query: ScaledFeatures, start: Tensor, m: Tensor) -> bool:
     """Whether c_f of the whole chunk leaves every query, which sees `start` at least, half the range of its numbers."""
-    if _looked_on() or m.is_meta:  # no decision waits for a number
+    if check.looked_on() or m.is_meta:  # no decision waits for a number
         return False
     hidden = m - _strongest(query.exponent + start)
     return not bool((hidden > _half_range(m.dtype)).any())
@@ -443,7 +437,7 @@ def _causal(
         return _times_exp(query, exponent) @ sums, sums, exponent
     if value.shape[2] == 1:  # decoding: nothing to do again
         return _chunk(query, key, value, sums, exponent)
-    if _looked_on():  # by what chooses itself what to keep for backward, or differentiates in its own way
+    if check.looked_on():  # by what chooses itself what to keep for backward, or differentiates in its own way
         output, _, sums, exponent = _scan(query, key, value, sums, exponent)
         return output, sums, exponent
     return _CausalScan.apply(*query, *key, value, sums, exponent)  # type: ignore[no-any-return, no-untyped-call]
