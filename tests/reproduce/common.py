@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mgk.reproduce import grid, records
 from mgk.reproduce.grid import TASKS, Cell, Row, Task
+from mgk.reproduce.inside import pack_map
 from mgk.reproduce.records import Record
 from mgk.train.config import Config, to_dict
 from tests.train.common import tiny
+
+INSIDE = {"length": 512, "examples": 8, "effective_heads": [1.5, 1.0]}
+
+
+def with_maps(heads: int) -> dict[str, Any]:
+    """What a record has inside that was looked at; all weight on the diagonal."""
+    return INSIDE | {"rank": [300.0, 200.0], "map_layers": [1, 6], "maps": [[pack_map(torch.eye(4))] * heads] * 2}
 
 
 def made_up(task: str, row: Row, seed: int, test: float, **changes: Any) -> Record:
@@ -27,7 +37,7 @@ def made_up(task: str, row: Row, seed: int, test: float, **changes: Any) -> Reco
         "seconds_per_step": 0.001 * row.heads, "jobs": 1, "peak_bytes": row.heads * 2**20, "gpu": "GPU 1",
         "versions": {"python": "3.12", "torch": "2.11"}, "commit": "abc1234", "command": records.command(cell),
         "data": {"name": TASKS[task].config.data.name, "digest": "0123456789abcdef", "options": {}}, "starts": 1,
-        "inside": {"length": 512, "examples": 8, "rank": [300.0 + seed, 200.0], "effective_heads": [1.5, 1.0]},
+        "inside": INSIDE | {"rank": [300.0 + seed, 200.0]},
         "curve": {"train": {"step": [1000, 5000], "loss": [2.0, 1.8]}, "valid": curve},
         "configuration": to_dict(cell.config),
     }  # fmt: skip

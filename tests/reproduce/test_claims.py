@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mgk.reproduce.claims import Claim, Comparison, Table, claims, left
+from mgk.reproduce.claims import Claim, Comparison, Table, claims, equal_heads, half_heads, left
 from mgk.reproduce.grid import Row
 from mgk.reproduce.intervals import difference, interval, quantile
 from mgk.reproduce.report import tabulate
@@ -163,6 +163,22 @@ def test_where_softmax_is_no_better_there_is_no_gap_to_close() -> None:
 def test_baselines_against_the_paper(ours: list[float], verdict: str) -> None:
     found = one(tabulate(seeds("listops", SOFTMAX, ours)), "Our baselines", "listops: softmax 8")
     assert found.verdict == verdict
+
+
+def test_what_the_papers_number_of_looks_changes_stands_beside_a_baseline() -> None:
+    table = tabulate(
+        seeds("text", Row("linear", 2), [65.2, 65.2, 65.3]) + seeds("text-often", Row("linear", 2), [65.8, 65.9])
+    )
+    found = one(table, "Our baselines", "text: linear 2")
+    assert found.verdict == "no"
+    assert found.detail.endswith("; 65.85 with as many looks as the paper had, seeds: 2")
+
+
+def test_rows_are_compared_wherever_the_grid_has_both() -> None:
+    pairs = {(task, mixture.label, baseline.label) for task, mixture, baseline in [*half_heads(), *equal_heads()]}
+    assert {("enwik8-short", "sMGK 4", "softmax 8"), ("listops-long", "MLK 4", "linear 8")} <= pairs
+    assert {("text", "MGK 1", "softmax 2"), ("enwiki", "MGK 8", "softmax 8")} <= pairs
+    assert not {("listops-long", "sMGK 2", "softmax 4"), ("enwik8", "sMLK 4", "linear 8")} & pairs
 
 
 def test_a_claim_has_the_middle_verdict_and_of_two_the_less_favourable() -> None:

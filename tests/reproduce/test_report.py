@@ -15,7 +15,7 @@ from mgk.reproduce import report
 from mgk.reproduce.grid import Row
 from mgk.reproduce.main import main
 from mgk.reproduce.records import Record
-from tests.reproduce.common import made_up, seeds, written
+from tests.reproduce.common import made_up, seeds, with_maps, written
 
 GOLDEN = Path(__file__).parent / "golden.md"
 TIMING = {"shape": [32, 8, 4096, 32, False], "method": "smgk soft", "speedup": {"forward": 1.681}}
@@ -36,7 +36,10 @@ def records() -> list[Record]:
         *seeds("text", Row("softmax", 8), [65.1, 65.6]),
         *seeds("text", Row("linear", 8), [65.9, 65.8]),
         *seeds("text-often", Row("linear", 8), [65.75], curve=OFTEN),
-        *seeds("enwiki", Row("softmax", 8), [61.25], test_sliding=52.5),
+        *seeds("listops-often", Row("linear", 2), [17.5, 18.5]),
+        *seeds("wikitext2", Row("softmax", 8), [61.25], test_sliding=52.5),
+        *seeds("enwiki", Row("softmax", 8), [61.25], inside=with_maps(8)),
+        *seeds("enwiki", Row("mlk", 4), [63.5], inside=with_maps(4)),
         *seeds("enwik8-short", Row("smgk", 4, "m3"), [1.7512, 1.7498]),
     ]
 
@@ -56,7 +59,7 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
     assert main(["--check", *options]) == 1
     assert "type: mgk reproduce figures" in capsys.readouterr().err
     assert main(["figures", *options]) == 0
-    for name in ("table1-listops", "table2-text", "table3-enwiki", "costs-softmax"):
+    for name in ("table1-listops", "table2-text", "table3-enwiki", "maps-table3-enwiki", "costs-softmax"):
         assert (tmp_path / "docs" / "figures" / f"{name}.svg").exists()
     assert main(["--check", *options]) == 0
     picture = tmp_path / "docs" / "figures" / "table3-enwiki.svg"

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mgk.analysis.runs import Run
 from mgk.reproduce import Cell, grid, read_all, records, runner, sit
 from mgk.reproduce.grid import Row, Task
+from mgk.reproduce.inside import unpack_map
 from mgk.reproduce.main import main
 from mgk.reproduce.records import REQUIRED
 from mgk.reproduce.runner import Place, Stop, Tally, alarm, claimed, present, work
@@ -83,6 +86,14 @@ def test_a_record_says_what_its_run_says(data_root: Path, tmp_path: Path, monkey
     assert record.values["inside"]["length"] == 16
     assert 1 <= record.values["inside"]["rank"][0] <= 16
     assert record.values["inside"]["effective_heads"] == pytest.approx([1.0])  # one head is one head
+    opened = Run.open(run, data_root=data_root)
+    (layer,) = opened.layers(next(given for given in opened.examples(16) if len(given.tokens) == 16))
+    weights = layer.head(0).rows().weights
+    assert record.values["inside"]["map_layers"] == [1]
+    ((text,),) = record.values["inside"]["maps"]
+    torch.testing.assert_close(unpack_map(text).sqrt(), (weights / weights.max()).sqrt(), rtol=0, atol=0.51 / 255)
+    fill(tmp_path, data_root, CELLS[3:])
+    assert "maps" not in read_all(tmp_path / "cells")[1].values["inside"]  # one seed of each row is shown
 
 
 def test_a_record_names_every_commit_and_gpu_that_its_run_had(data_root: Path, tmp_path: Path) -> None:
@@ -268,7 +279,7 @@ def test_a_sitting_side_by_side_ends_with_its_budget(
 def test_a_training_is_recorded_even_if_looking_inside_fails(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(run: Path, root: Path | None) -> None:
+    def fails(run: Path, root: Path | None, *, maps: bool) -> None:
         raise RuntimeError("no memory left")
 
     monkeypatch.setattr(records, "inside", fails)

@@ -63,14 +63,20 @@ def curves(panels: Mapping[str, Mapping[str, Points]], *, x_label: str = "step",
 
 
 def attention_maps(
-    models: Mapping[str, Sequence[Sequence[Float[Tensor, "g g"]]]], *, log: bool = False, size: float = 0.9
+    models: Mapping[str, Sequence[Sequence[Float[Tensor, "g g"]]]],
+    *,
+    log: bool = False,
+    size: float = 0.9,
+    names: Sequence[int] | None = None,
 ) -> Figure:
     """Figures 2 (left), 5 and 8: every head (across) of every layer (down), models side by side.
 
-    Colours go to the weight that three rows in four stay below, map by map, as on the page.
+    `names` are the numbers of the layers, 1, 2, ... if none are given. Colours go to the weight that three rows in four
+    stay below, map by map, as on the page.
     """
     depth = max(len(layers) for layers in models.values())
     widths = [max(map(len, layers)) for layers in models.values()]
+    numbers = range(1, depth + 1) if names is None else names
     with styled(), matplotlib.rc_context({"axes.grid": False}):
         figure = Figure(figsize=(size * sum(widths) + 0.5 * len(widths), size * depth + 0.6), layout="constrained")
         parts = figure.subfigures(1, len(models), width_ratios=widths, squeeze=False)[0]
@@ -91,7 +97,7 @@ def attention_maps(
                     norm = LogNorm(peak * 1e-4, peak, clip=True) if log else Normalize(0, peak)
                     axes.imshow(np.maximum(image, peak * 1e-9), cmap=PURPLE, norm=norm)
                     if column == 0:
-                        axes.set_ylabel(f"{row + 1}", rotation=0, labelpad=8, va="center")
+                        axes.set_ylabel(f"{numbers[row]}", rotation=0, labelpad=8, va="center")
         return figure
 
 

@@ -42,8 +42,8 @@ def reproduce(
         budget: stop within so many minutes, with a checkpoint of what is under way.
         jobs: trainings side by side on one device.
         seeds: trainings of each row.
-        recipes: only these, in this order: listops, text, text-sound, text-often, retrieval-rebuilt, listops-long,
-            enwik8, wikitext2, enwiki, enwik8-short.
+        recipes: only these, in this order: listops, text, text-sound, text-often, listops-often, retrieval-rebuilt,
+            listops-long, enwik8, wikitext2, enwiki, enwik8-short.
         heads: only the rows that are compared with a baseline of so many heads.
         cells: these trainings alone, e.g. listops/smgk-h4-s0.
         check: train nothing; verify that the records are the grid's, the report follows from them and has its figures.

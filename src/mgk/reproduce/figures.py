@@ -1,4 +1,4 @@
-"""The pictures of the report: curves and ranks of the first rows of each table, every seed, and costs against heads."""
+"""The pictures of the report: of the first rows of each table curves of every seed, ranks and maps; and costs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgk.analysis.costs import cost_curves
-from mgk.analysis.figures import Points, costs, curves, save
+from mgk.analysis.figures import Points, attention_maps, costs, curves, save
 from mgk.reproduce.grid import TASKS
+from mgk.reproduce.inside import unpack_map
 from mgk.reproduce.records import Record
-from mgk.reproduce.report import compared_rows, drawn, first_rows, looked_into, tabulate
+from mgk.reproduce.report import compared_rows, drawn, first_rows, looked_into, mapped, tabulate
 
 HEADS = (2, 4, 8, 16)
 
@@ -41,6 +42,14 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         for axes in figure.axes:
             axes.locator_params("x", integer=True)
         written += save(figure, folder / f"ranks-{task}")
+    for target, task in drawn(table):
+        if seen := mapped(target, table[task]):
+            maps = {
+                row.label: [[unpack_map(text) for text in heads] for heads in look["maps"]]
+                for row, look in seen.items()
+            }
+            numbers = next(iter(seen.values()))["map_layers"]
+            written += save(attention_maps(maps, size=0.7, names=numbers), folder / f"maps-{target}-{task}")
     for name, family in (("softmax", ("softmax", "mgk", "smgk")), ("linear", ("linear", "mlk", "smlk"))):
         written += save(costs(cost_curves(family, heads=HEADS), heads=HEADS), folder / f"costs-{name}")
     return written

@@ -12,9 +12,9 @@ from typing import Any
 
 from mgk.analysis.tables import Table
 from mgk.reproduce.claims import PLATEAU, Claim, Verdict, claims, left
-from mgk.reproduce.grid import GROUPS, MEANING, NAMES, TASKS, Cell, Row, rows
+from mgk.reproduce.grid import GROUPS, MEANING, NAMES, OFTEN, TASKS, Cell, Row, rows
 from mgk.reproduce.intervals import interval
-from mgk.reproduce.paper import published
+from mgk.reproduce.paper import SAME, published
 from mgk.reproduce.records import Record, command
 from mgk.reproduce.steps import Steps
 
@@ -42,7 +42,10 @@ FLOPs and parameters of the layers against the heads of the baseline, the mixtur
 """
 INSIDE = """Ranks of attention matrices, and the share of its heads that a layer would need if they were all different,
 after training; means over inputs, heads and seeds. Few heads differ more easily than many: the claim below is about as
-many each. `mgk figures RUN ...` draws the maps and the histograms of single runs.
+many each. `mgk figures RUN ...` draws the histograms of single runs.
+"""
+MAPS = """Attention maps of the first seed on one test input, heads across and layers down (of 16 layers every fifth),
+pooled to at most 64 x 64 blocks. Colours go to the weight that three rows in four stay below, map by map.
 """
 TITLES = {
     "table1": "Table 1: softmax, sMGK and MGK on the Long Range Arena",
@@ -90,6 +93,8 @@ def report(
         parts += ["## Training curves\n", *map(picture, drawn(table))]
     if seen := looked_into(table):
         parts += ["## Inside the attention\n", INSIDE, *map(inside_picture, seen)]
+        pictured = [of for of in drawn(table) if mapped(of[0], table[of[1]])]
+        parts += [MAPS, *map(map_picture, pictured)] if pictured else []
     parts += ["## How each claim fared\n", RULES, *map(verdict, found)]
     parts += ["## Where the numbers come from\n", provenance(records)]
     return "\n".join(parts)
@@ -130,7 +135,7 @@ def section(target: str, task: str, found: Rows) -> str:
     header += [
         *(["sliding window"] if what.sliding else []),
         *(["left the plateau", "at step", "mean of those"] * what.plateau),
-        *([f"best of every {SELDOM:,} steps"] * (target == "checkpoints")),
+        *([f"best of every {SELDOM:,} steps"] * (task == "text-often")),
     ]
     lines = [line(target, task, row, found[row], paper) for row in listed]
     budget = f" {what.tokens / 1e6:.0f} million tokens of training for every model." if what.tokens else ""
@@ -141,7 +146,7 @@ def section(target: str, task: str, found: Rows) -> str:
 
 
 def paper_head(task: str) -> str:
-    return "paper" if task in ("listops", "text", "text-often") else {
+    return "paper" if task in (*SAME, *OFTEN) else {
         "text-sound": "paper (dev = test)", "retrieval-rebuilt": "paper (LRA's pairs)",
     }.get(task, "paper (WikiText-103)")  # fmt: skip
 
@@ -166,7 +171,7 @@ def line(target: str, task: str, row: Row, found: Sequence[Record], paper: bool)
         result.append(f"{len(steps)} of {len(found)}")
         result.append(f"{statistics.median(when):,.0f} ({min(when):,} to {max(when):,})" if when else "-")
         result.append(mean([value for _, value in steps], digits))
-    if target == "checkpoints":
+    if task == "text-often":
         result.append(mean([seldom(record) for record in found], digits))
     return [*result, " ".join(f"{value:.{digits}f}" for value in values)]
 
@@ -231,6 +236,12 @@ def compared_rows(found: Rows) -> list[Row]:
     return [row for row in listed if any(record.values.get("inside") for record in found[row])]
 
 
+def mapped(target: str, found: Rows) -> dict[Row, Mapping[str, Any]]:
+    """What the records of the rows that a figure overlays have of maps, with the layers they are of."""
+    looks = ((row, record.values.get("inside") or {}) for row in first_rows(target, found) for record in found[row])
+    return {row: look for row, look in looks if "maps" in look}
+
+
 def picture(of: tuple[str, str]) -> str:
     target, task = of
     return (
@@ -241,6 +252,11 @@ def picture(of: tuple[str, str]) -> str:
 
 def inside_picture(task: str) -> str:
     return f"![Rank of attention and effective heads by layer on {task}]({FIGURES}/ranks-{task}.svg)\n\n{task}.\n"
+
+
+def map_picture(of: tuple[str, str]) -> str:
+    target, task = of
+    return f"![Attention maps on {task}, rows of {target}]({FIGURES}/maps-{target}-{task}.svg)\n\n{task}.\n"
 
 
 def provenance(records: Sequence[Record]) -> str:
