@@ -70,6 +70,21 @@ def test_training_moves_shifts_and_variances_by_eqn_13(
     assert {name for name, _ in module.named_buffers()} == {"shift", "log_variance"}
 
 
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_variances_are_right_however_far_keys_are_from_queries(offset: float) -> None:
+    """Shifts make up for any offset, so training may go anywhere with it. In float32 an entry of 300 is right to 2e-5:
+    that much is lost before we begin, and no more.
+    """
+    module, x = make("smgk-means").train(), normal(4, 30, 12)
+    with torch.no_grad():
+        module.query_proj.bias += offset
+        module.shift += offset  # type: ignore[operator]
+    shift, variance = written_out(module, x, visible(4, 30, 30, False, None))
+    module.float()(x.float())
+    torch.testing.assert_close(module.shift, shift.float(), rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(module.log_variance, variance.log().float(), rtol=0, atol=1e-4)
+
+
 def test_no_step_lowers_the_likelihood_of_the_queries() -> None:
     module, x = make("smgk-means").train(), normal(3, 40, 12)
     likelihood = []

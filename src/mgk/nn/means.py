@@ -54,10 +54,10 @@ def update_means(
         mass, offset, square = over_processes(*statistics(q, k, b, log_s2, bias, is_causal, key_mask, query_mask))
         used = (mass > 0) & (offset.sum(-1) + square).isfinite()
         weight = torch.where(used, mass, 1)
-        moved = offset / weight[..., None]
-        # sum gamma |q - k - b|^2 = sum gamma |q - k|^2 - |b|^2 sum gamma at the new b
-        variance = (square / weight - moved.square().sum(-1)) / width
-        shift.copy_(torch.where(used[..., None], moved, b))
+        step = offset / weight[..., None]
+        # About the new shift, b + step, the mean square is less by |step|^2
+        variance = (square / weight - step.square().sum(-1)) / width
+        shift.copy_(torch.where(used[..., None], b + step, b))
         log_variance.copy_(torch.where(used, variance.clamp(min=LEAST).log(), log_s2))
 
 
@@ -71,8 +71,14 @@ def statistics(
     key_mask: Tensor | None,
     query_mask: Tensor | None,
 ) -> tuple[Float[Tensor, "h m"], Float[Tensor, "h m d"], Float[Tensor, "h m"]]:
-    """Sums over batch, i and j of gamma, of gamma (q_i - k_j), and of gamma |q_i - k_j|^2."""
+    """Sums over batch, i and j of gamma, of gamma (q_i - k_j - b_r), and of gamma |q_i - k_j - b_r|^2.
+
+    Shifts make up for any distance of queries and keys, and training goes far with it. So squares are taken about the
+    means of both, where they do not cancel.
+    """
     num_queries, num_keys = query.shape[2], key.shape[2]
+    query_mean, key_mean = (x.mean((0, 2), keepdim=True) for x in (query, key))
+    query, key, shift = query - query_mean, key - key_mean, shift - (query_mean - key_mean)[0]
     half_precision = 0.5 * (-log_variance).exp()[..., None, None]  # 1 / 2 s2, (H,M,1,1)
     key_square = key.square().sum(-1)[:, :, None]  # (B,H,1,Nk)
     key_part = torch.einsum("bhjd,hmd->bhmj", key, shift)[:, :, :, None]
@@ -82,9 +88,9 @@ def statistics(
     offset, square = torch.zeros_like(shift), torch.zeros_like(log_variance)
     for start in range(0, num_queries, ROWS):
         q = query[:, :, start : start + ROWS]
-        distance = (q.square().sum(-1)[..., None] + key_square - 2 * q @ key.mT).clamp(min=0)  # (B,H,rows,Nk)
+        distance = q.square().sum(-1)[..., None] + key_square - 2 * q @ key.mT  # (B,H,rows,Nk)
         query_part = torch.einsum("bhid,hmd->bhmi", q, shift)[..., None]
-        reach = distance[:, :, None] - 2 * (query_part - key_part) + constant
+        reach = (distance[:, :, None] - 2 * (query_part - key_part) + constant).clamp(min=0)
         gamma = (bias[:, :, None] - reach * half_precision).softmax(2)  # (B,H,M,rows,Nk)
         if is_causal:
             rows = torch.arange(start, start + q.shape[2], device=query.device)[:, None]
@@ -95,5 +101,6 @@ def statistics(
             gamma = gamma.masked_fill(~query_mask[:, None, None, start : start + ROWS, None], 0)
         seen += gamma.sum(-2)
         offset += torch.einsum("bhmi,bhid->hmd", gamma.sum(-1), q)
-        square += torch.einsum("bhmij,bhij->hm", gamma, distance)
-    return seen.sum((0, 3)), offset - torch.einsum("bhmj,bhjd->hmd", seen, key), square
+        square += torch.einsum("bhmij,bhmij->hm", gamma, reach)
+    mass = seen.sum((0, 3))
+    return mass, offset - torch.einsum("bhmj,bhjd->hmd", seen, key) - mass[..., None] * shift, square
