@@ -43,7 +43,7 @@ def reproduce(
         jobs: trainings side by side on one device.
         seeds: trainings of each row.
         recipes: only these, in this order: listops, text, text-sound, text-often, listops-often, retrieval-rebuilt,
-            listops-long, enwik8, wikitext2, enwiki, enwik8-short.
+            listops-long, enwik8, wikitext2, enwiki, enwik8-short, enwik8-tiny.
         heads: only the rows that are compared with a baseline of so many heads.
         cells: these trainings alone, e.g. listops/smgk-h4-s0.
         check: train nothing; verify that the records are the grid's, the report follows from them and has its figures.

@@ -130,6 +130,21 @@ TASKS: dict[str, Task] = {
         "bits",
         "A short run: 8 layers on bytes of Wikipedia, 3,000 steps. For ablations; not in the paper.",
     ),
+    "enwik8-tiny": Task(
+        replace(
+            recipe("enwik8"),
+            model__layers=2,
+            model__max_length=128,
+            data__batch=16,
+            data__pad_multiple=128,
+            steps=1000,
+            optimiser__warmup=100,
+            eval_every=250,
+        ),
+        "bits",
+        "A run of minutes without a GPU, in float32: 2 layers, windows of 128 bytes, 16 at a time, 1,000 steps. For an "
+        "ablation that bfloat16 has too few digits for.",
+    ),
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -220,52 +235,62 @@ class Cell:
 PAIRS = ((8, 4), (4, 2), (2, 1), (1, None))  # heads of a baseline, and of the mixtures that are to do its work
 LRA = ("listops", "text", "retrieval-rebuilt", "text-sound", "listops-long")
 LANGUAGE = ("enwik8", "wikitext2", "enwiki")
-OFTEN = ("text-often", "listops-often")
 SHORT = "enwik8-short"
 _ABLATED = ("m1", "m3", "m4", "variance", "em", "positions", "uniform", "hard")
 
 
-def _paired(baseline: str, mixtures: Sequence[str]) -> list[list[Row]]:
+def _paired(baseline: str, mixtures: Sequence[str]) -> list[Group]:
+    """The long runs are for the first rows alone."""
     return [
-        [Row(baseline, full), *(Row(mixture, half) for mixture in mixtures if half)] for full, half in PAIRS
-    ]  # fmt: skip
+        (
+            LRA if full == PAIRS[0][0] else LRA[:-1],
+            [Row(baseline, full), *(Row(mixture, half) for mixture in mixtures if half)],
+        )
+        for full, half in PAIRS
+    ]
 
 
-GROUPS: dict[str, tuple[tuple[str, ...], list[list[Row]]]] = {
-    # Rows that are compared with each other stand in one group: a group is done on all tasks before the next begins.
-    "table1": (LRA, _paired("softmax", ("smgk", "mgk"))),
-    "table2": (LRA, _paired("linear", ("smlk", "mlk"))),
-    "table3": (
-        LANGUAGE,
-        [
-            [Row("softmax", 8), Row("smgk", 4), Row("mgk", 4), Row("linear", 8), Row("mlk", 4)],
-            [Row("softmax", 4), Row("smgk", 8), Row("mgk", 8), Row("linear", 4), Row("mlk", 8)],
-        ],
-    ),
-    "table4": (
-        LRA[:3],
-        [[Row(attention, 1, option) for attention, option in product(("smgk", "mgk"), ("hard", "em", ""))]],
-    ),
-    "checkpoints": (OFTEN, [[Row("softmax", 1), Row("linear", 8), Row("softmax", 4), Row("linear", 2)]]),
-    "ablations": (
-        (SHORT,),
-        [
-            [Row("softmax", 8), Row("softmax", 4), Row("smgk", 4), Row("mgk", 4)],
-            [Row("smgk", 4, option) for option in (*_ABLATED, "means")],
+Group = tuple[tuple[str, ...], list[Row]]
+GROUPS: dict[str, list[Group]] = {
+    # Tasks, and rows that are compared with each other: a group is done on all its tasks before the next begins.
+    "table1": _paired("softmax", ("smgk", "mgk")),
+    "table2": _paired("linear", ("smlk", "mlk")),
+    "table3": [
+        (LANGUAGE, [Row("softmax", 8), Row("smgk", 4), Row("mgk", 4), Row("linear", 8), Row("mlk", 4)]),
+        (LANGUAGE, [Row("softmax", 4), Row("smgk", 8), Row("mgk", 8), Row("linear", 4), Row("mlk", 8)]),
+    ],
+    "table4": [
+        (LRA[:3], [Row(attention, 1, option) for attention, option in product(("smgk", "mgk"), ("hard", "em", ""))])
+    ],
+    "checkpoints": [
+        (("text-often",), [Row("softmax", 1), Row("linear", 8), Row("softmax", 4), Row("linear", 2)]),
+        (("listops-often",), [Row("linear", 2)]),
+    ],
+    "ablations": [
+        ((SHORT,), [Row("softmax", 8), Row("softmax", 4), Row("smgk", 4), Row("mgk", 4)]),
+        ((SHORT,), [Row("smgk", 4, option) for option in (*_ABLATED, "means")]),
+        (
+            (SHORT,),
             [
                 Row("linear", 4),
                 *(Row(attention, 4, option) for attention, option in product(("mlk", "smlk"), ("", "keys"))),
             ],
-            [Row("mgk", 4, option) for option in _ABLATED],
-        ],
-    ),
+        ),
+        ((SHORT,), [Row("mgk", 4, option) for option in _ABLATED]),
+        (("enwik8-tiny",), [Row("softmax", 4), *(Row("smgk", 4, option) for option in ("", "variance", "means"))]),
+    ],
 }
 TARGETS = (*GROUPS, "all")
 
 
 def rows(target: str) -> list[Row]:
     """Of a table, in the order of its groups."""
-    return [row for group in GROUPS[target][1] for row in group]
+    return list(dict.fromkeys(row for _, group in GROUPS[target] for row in group))
+
+
+def tasks_of(target: str) -> list[str]:
+    """Of a table, in the order of its groups."""
+    return list(dict.fromkeys(task for tasks, _ in GROUPS[target] for task in tasks))
 
 
 def rows_on(task: str) -> set[Row]:
@@ -293,8 +318,8 @@ def cells(target: str, *, seeds: int = SEEDS, tasks: Iterable[str] = (), heads: 
     targets = tuple(GROUPS) if target == "all" else (target,)
     found = [cell for seed in range(seeds) for each in targets for cell in _once(each, seed, wanted, counts)]
     if not found:
-        own = dict.fromkeys(task for each in targets for task in GROUPS[each][0])
-        full = dict.fromkeys(str(group[0].heads) for each in targets for group in GROUPS[each][1])
+        own = dict.fromkeys(task for each in targets for task in tasks_of(each))
+        full = dict.fromkeys(str(group[0].heads) for each in targets for _, group in GROUPS[each])
         raise ValueError(
             f"recipes, heads: expected a choice that {target} has rows for, recipes of {', '.join(own)} and heads of "
             f"{', '.join(full)}, got {' '.join(wanted) or 'all'} and {' '.join(map(str, counts)) or 'all'}"
@@ -303,11 +328,7 @@ def cells(target: str, *, seeds: int = SEEDS, tasks: Iterable[str] = (), heads: 
 
 
 def _once(target: str, seed: int, wanted: tuple[str, ...], heads: tuple[int, ...]) -> Iterator[Cell]:
-    own, groups = GROUPS[target]
-    chosen = [task for task in wanted if task in own] if wanted else own
-    for number, group in enumerate(groups):
-        if heads and group[0].heads not in heads:
-            continue
-        for task in chosen:
-            if task != "listops-long" or number == 0:  # the long runs are for the first rows alone
-                yield from (Cell(task, row, seed) for row in group)
+    for tasks, group in GROUPS[target]:
+        chosen = [task for task in wanted if task in tasks] if wanted else tasks
+        if not heads or group[0].heads in heads:
+            yield from (Cell(task, row, seed) for task in chosen for row in group)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mgk.analysis.tables import Table
 from mgk.reproduce.claims import PLATEAU, Claim, Verdict, claims, left
-from mgk.reproduce.grid import GROUPS, MEANING, NAMES, OFTEN, TASKS, Cell, Row, rows
+from mgk.reproduce.grid import GROUPS, MEANING, NAMES, TASKS, Cell, Row, rows, tasks_of
 from mgk.reproduce.intervals import interval
 from mgk.reproduce.paper import SAME, published
 from mgk.reproduce.records import Record, command
@@ -86,7 +86,7 @@ def report(
     parts = [HEAD.format(command=command(example)), "## The paper's claims\n", summary(found)]
     for target, title in TITLES.items():
         parts += [f"## {title}\n", *([NOTES[target] + "\n"] if target in NOTES else [])]
-        shown = [section(target, task, table[task]) for task in GROUPS[target][0] if task in table]
+        shown = [section(target, task, table[task]) for task in tasks_of(target) if task in table]
         parts += [part for part in shown if part] or ["No records yet.\n"]
     parts += ["## What it costs\n", *([costs(table, steps)] if table else []), COSTS]
     if table:
@@ -146,7 +146,7 @@ def section(target: str, task: str, found: Rows) -> str:
 
 
 def paper_head(task: str) -> str:
-    return "paper" if task in (*SAME, *OFTEN) else {
+    return "paper" if task.removesuffix("-often") in SAME else {
         "text-sound": "paper (dev = test)", "retrieval-rebuilt": "paper (LRA's pairs)",
     }.get(task, "paper (WikiText-103)")  # fmt: skip
 
@@ -215,18 +215,18 @@ def costs(table: Mapping[str, Rows], steps: Steps) -> str:
 
 def drawn(table: Mapping[str, Rows]) -> list[tuple[str, str]]:
     """The figures of curves: family and task, where there is something to draw."""
-    pairs = [(target, task) for target in CURVES for task in GROUPS[target][0] if task in table]
+    pairs = [(target, task) for target in CURVES for task in tasks_of(target) if task in table]
     return [(target, task) for target, task in pairs if first_rows(target, table[task])]
 
 
 def first_rows(target: str, found: Rows) -> list[Row]:
     """The rows that a figure overlays: the first group of the table."""
-    return [row for row in GROUPS[target][1][0] if row in found]
+    return [row for row in GROUPS[target][0][1] if row in found]
 
 
 def looked_into(table: Mapping[str, Rows]) -> list[str]:
     """Tasks with a figure of ranks: those with rows to compare whose attention was looked into."""
-    curved = {task for target in CURVES for task in GROUPS[target][0]}
+    curved = {task for target in CURVES for task in tasks_of(target)}
     return [task for task in TASKS if task in curved & table.keys() and compared_rows(table[task])]
 
 
