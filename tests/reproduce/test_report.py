@@ -59,7 +59,7 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
     assert main(["--check", *options]) == 1
     assert "type: mgk reproduce figures" in capsys.readouterr().err
     assert main(["figures", *options]) == 0
-    for name in ("table1-listops", "table2-text", "table3-enwiki", "maps-table3-enwiki", "costs-softmax"):
+    for name in ("table1-listops", "table2-text", "table3-enwiki", "maps-enwiki-linear", "costs-softmax"):
         assert (tmp_path / "docs" / "figures" / f"{name}.svg").exists()
     assert main(["--check", *options]) == 0
     picture = tmp_path / "docs" / "figures" / "table3-enwiki.svg"

@@ -42,14 +42,12 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         for axes in figure.axes:
             axes.locator_params("x", integer=True)
         written += save(figure, folder / f"ranks-{task}")
-    for target, task in drawn(table):
-        if seen := mapped(target, table[task]):
-            maps = {
-                row.label: [[unpack_map(text) for text in heads] for heads in look["maps"]]
-                for row, look in seen.items()
-            }
-            numbers = next(iter(seen.values()))["map_layers"]
-            written += save(attention_maps(maps, size=0.7, names=numbers), folder / f"maps-{target}-{task}")
+    for (task, baseline), looks in mapped(table).items():
+        maps = {
+            row.label: [[unpack_map(text) for text in heads] for heads in look["maps"]] for row, look in looks.items()
+        }
+        numbers = next(iter(looks.values()))["map_layers"]
+        written += save(attention_maps(maps, size=0.7, names=numbers), folder / f"maps-{task}-{baseline}")
     for name, family in (("softmax", ("softmax", "mgk", "smgk")), ("linear", ("linear", "mlk", "smlk"))):
         written += save(costs(cost_curves(family, heads=HEADS), heads=HEADS), folder / f"costs-{name}")
     return written

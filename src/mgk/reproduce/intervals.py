@@ -1,4 +1,4 @@
-"""Means, intervals, and the difference of two rows: Student's t, with Welch's degrees of freedom."""
+"""Means, intervals, and differences of rows: Student's t, with Welch's degrees of freedom."""
 
 from __future__ import annotations
 
@@ -31,24 +31,28 @@ def interval(values: Sequence[float]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """mean(first) - mean(second) with the ends of its 95% confidence interval."""
+class Contrast:
+    """A weighted sum of means with the ends of its 95% confidence interval."""
 
     mean: float
     low: float
     high: float
 
 
-def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
-    """None where one of them has less than two values: one seed says nothing about seeds."""
-    if min(len(first), len(second)) < 2:
+def contrast(rows: Sequence[tuple[float, Sequence[float]]]) -> Contrast | None:
+    """Of weights and values. None where a row has less than two values: one seed says nothing about seeds."""
+    if min((len(values) for _, values in rows), default=0) < 2:
         return None
-    mean = statistics.mean(first) - statistics.mean(second)
-    parts = [statistics.variance(values) / len(values) for values in (first, second)]
+    mean = sum(weight * statistics.mean(values) for weight, values in rows)
+    parts = [weight**2 * statistics.variance(values) / len(values) for weight, values in rows]
     total = sum(parts)
     if total == 0:
-        return Difference(mean, mean, mean)
-    counts = (len(first), len(second))
-    freedom = total**2 / sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+        return Contrast(mean, mean, mean)
+    freedom = total**2 / sum(part**2 / (len(values) - 1) for part, (_, values) in zip(parts, rows, strict=True))
     half = quantile(freedom) * math.sqrt(total)
-    return Difference(mean, mean - half, mean + half)
+    return Contrast(mean, mean - half, mean + half)
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> Contrast | None:
+    """mean(first) - mean(second)."""
+    return contrast([(1.0, first), (-1.0, second)])

@@ -6,12 +6,13 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mgk.analysis.tables import Table
-from mgk.reproduce.claims import PLATEAU, Claim, Verdict, claims, left
+from mgk.reproduce.claims import FAMILIES, PLATEAU, Claim, Verdict, claims, left
 from mgk.reproduce.grid import GROUPS, MEANING, NAMES, TASKS, Cell, Row, rows, tasks_of
 from mgk.reproduce.intervals import interval
 from mgk.reproduce.paper import SAME, published
@@ -29,10 +30,13 @@ interval (Student's t over seeds); a seed decides the initial weights, the order
 set is the same for all. Any record is computed again with the command in it, e.g.
 `{command}`.
 """
+HEADLINE = "What says most, because it compares most at once (the rules are below):"
 RULES = """A comparison is of two rows on one task, over their seeds (Welch's t, not paired); with less than two seeds
-in a row there is not enough data, but one is enough for parameters, FLOPs and times. The verdict of a claim is the
-median of its comparisons with data, from no over within noise to yes: what more than half of them say, if so many
-agree. Of two in the middle it is the less favourable.
+in a row there is not enough data, but one is enough for parameters, FLOPs and times. Some compare more at once: all
+pairs of mixtures and baselines of one task, by the mean of their gains, and two rows over language tasks, with the
+scatter between tasks, so that one seed of each will do. The verdict of a claim is the median of its comparisons with
+data, from no over within noise to yes: what more than half of them say, if so many agree. Of two in the middle it is
+the less favourable.
 """
 COSTS = """![FLOPs and parameters of softmax, MGK and sMGK against heads](figures/costs-softmax.svg)
 
@@ -83,7 +87,7 @@ def report(
     table = tabulate(records)
     example = records[0].cell if records else Cell("listops", Row("smgk", 4), 0)
     found = claims(table, timings, steps)
-    parts = [HEAD.format(command=command(example)), "## The paper's claims\n", summary(found)]
+    parts = [HEAD.format(command=command(example)), "## The paper's claims\n", summary(found), *headline(found)]
     for target, title in TITLES.items():
         parts += [f"## {title}\n", *([NOTES[target] + "\n"] if target in NOTES else [])]
         shown = [section(target, task, table[task]) for task in tasks_of(target) if task in table]
@@ -93,8 +97,8 @@ def report(
         parts += ["## Training curves\n", *map(picture, drawn(table))]
     if seen := looked_into(table):
         parts += ["## Inside the attention\n", INSIDE, *map(inside_picture, seen)]
-        pictured = [of for of in drawn(table) if mapped(of[0], table[of[1]])]
-        parts += [MAPS, *map(map_picture, pictured)] if pictured else []
+        if maps := mapped(table):
+            parts += [MAPS, *map(map_picture, maps)]
     parts += ["## How each claim fared\n", RULES, *map(verdict, found)]
     parts += ["## Where the numbers come from\n", provenance(records)]
     return "\n".join(parts)
@@ -110,16 +114,24 @@ def summary(found: Sequence[Claim]) -> str:
     return Table(["claim", "verdict", *kinds], lines).markdown()
 
 
+def headline(found: Sequence[Claim]) -> list[str]:
+    """Of the comparisons those that compare most at once."""
+    lines = [[claim.title, c.what, c.verdict, c.detail] for claim in found for c in claim.comparisons if c.pooled]
+    if not lines:
+        return []
+    return [f"{HEADLINE}\n", Table(["claim", "comparison", "verdict", "numbers"], lines).markdown()]
+
+
 def verdict(claim: Claim) -> str:
-    """A claim, its rule, and the comparisons that have data."""
-    shown = [c for c in claim.comparisons if c.verdict != "not enough data"]
+    """A claim, its rule, and the comparisons that have data, be it too little to judge by."""
+    shown = [c for c in claim.comparisons if c.detail]
     missing = len(claim.comparisons) - len(shown)
     lines = [f"### {claim.title}: {claim.verdict}\n", f"{claim.rule}\n"]
     if shown:
         body = [[c.what, c.verdict, c.detail] for c in shown]
         lines.append(Table(["comparison", "verdict", "numbers"], body).markdown())
     if missing:
-        lines.append(f"Comparisons without enough data: {missing}.\n")
+        lines.append(f"Comparisons without data: {missing}.\n")
     return "\n".join(lines)
 
 
@@ -236,10 +248,15 @@ def compared_rows(found: Rows) -> list[Row]:
     return [row for row in listed if any(record.values.get("inside") for record in found[row])]
 
 
-def mapped(target: str, found: Rows) -> dict[Row, Mapping[str, Any]]:
-    """What the records of the rows that a figure overlays have of maps, with the layers they are of."""
-    looks = ((row, record.values.get("inside") or {}) for row in first_rows(target, found) for record in found[row])
-    return {row: look for row, look in looks if "maps" in look}
+def mapped(table: Mapping[str, Rows]) -> dict[tuple[str, str], dict[Row, Mapping[str, Any]]]:
+    """What there is of maps, by task and baseline: of each row that is compared, one look inside."""
+    found: dict[tuple[str, str], dict[Row, Mapping[str, Any]]] = {}
+    for task, (baseline, mixtures) in product(looked_into(table), FAMILIES.items()):
+        for row in compared_rows(table[task]):
+            looks = [look for record in table[task][row] if "maps" in (look := record.values.get("inside") or {})]
+            if looks and row.attention in (baseline, *mixtures):
+                found.setdefault((task, baseline), {})[row] = looks[0]
+    return found
 
 
 def picture(of: tuple[str, str]) -> str:
@@ -255,8 +272,8 @@ def inside_picture(task: str) -> str:
 
 
 def map_picture(of: tuple[str, str]) -> str:
-    target, task = of
-    return f"![Attention maps on {task}, rows of {target}]({FIGURES}/maps-{target}-{task}.svg)\n\n{task}.\n"
+    task, baseline = of
+    return f"![Attention maps on {task}, {baseline} and mixtures]({FIGURES}/maps-{task}-{baseline}.svg)\n\n{task}.\n"
 
 
 def provenance(records: Sequence[Record]) -> str:
