@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mgk import cli
 from mgk.reproduce import report
 from mgk.reproduce.grid import Row
 from mgk.reproduce.main import main
@@ -89,6 +90,12 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
     written(results, [made_up("listops", Row("mgk", 4), 1, 36.5, data=other)])
     assert main(["--check", *options]) == 1
     assert "listops/mgk-h4-s1.json: data: expected those of most of the task" in capsys.readouterr().err
+
+
+def test_the_report_of_this_repository_follows_from_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands in the README."""
+    monkeypatch.chdir(GOLDEN.parents[2])
+    assert cli.main(["reproduce", "--check"]) == 0
 
 
 @pytest.mark.parametrize("words", [["figures"], ["--check"]])

@@ -49,7 +49,8 @@ after training; means over inputs, heads and seeds. Few heads differ more easily
 many each. `mgk figures RUN ...` draws the histograms of single runs.
 """
 MAPS = """Attention maps of the first seed on one test input, heads across and layers down (of 16 layers every fifth),
-pooled to at most 64 x 64 blocks. Colours go to the weight that three rows in four stay below, map by map.
+pooled to at most 64 x 64 blocks. Colours go to the weight that three rows in four stay below, map by map: one that is
+dark all over attends to everything alike, and upright stripes are keys that all queries look at.
 """
 TITLES = {
     "table1": "Table 1: softmax, sMGK and MGK on the Long Range Arena",
