@@ -77,8 +77,9 @@ def test_variances_are_right_however_far_keys_are_from_queries(offset: float) ->
     """
     module, x = make("smgk-means").train(), normal(4, 30, 12)
     with torch.no_grad():
-        module.query_proj.bias += offset
-        module.shift += offset  # type: ignore[operator]
+        for moved in (module.query_proj.bias, module.shift):
+            assert moved is not None
+            moved.add_(offset)
     shift, variance = written_out(module, x, visible(4, 30, 30, False, None))
     module.float()(x.float())
     torch.testing.assert_close(module.shift, shift.float(), rtol=1e-6, atol=1e-4)

@@ -98,6 +98,22 @@ def test_entries_and_shifts_of_any_size(impl: str, case: Case, dtype: torch.dtyp
     assert_right(case.inputs(dtype, scale=scale), impl, case.options())
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("e_step", E_STEPS)
+def test_values_of_any_size(impl: str, variant: str, e_step: str) -> None:
+    """Queries that sit on keys, with q.k / s2 = 72: such weights are numbers, but not times such values."""
+    case = Case(variant=variant, e_step=e_step, prior=None)
+    inputs = case.inputs(torch.float32)
+    with torch.no_grad():
+        key = 12 * torch.nn.functional.normalize(inputs["key"], dim=-1)
+        inputs["key"].copy_(key)
+        inputs["query"].copy_((key if variant == "smgk" else key[:, :, 0])[:, :, : case.Nq])
+        inputs["value"].mul_(1e9)
+        if "shift" in inputs:
+            inputs["shift"].mul_(1e-3)
+    assert_right(inputs, impl, case.options())
+
+
 def on_lattice(case: Case, dtype: torch.dtype, spacing: float) -> Inputs:
     """Queries, keys and shifts near multiples of `spacing`: huge factors, and many pairs whose weights compete.
 

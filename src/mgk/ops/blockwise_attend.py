@@ -121,6 +121,7 @@ def attend(
     pending = list(make_blocks(query.shape[1], alive, is_causal, scores))
     if pending:
         kernel = roads[0]()
+        kernel.leave_room(value)
         shift = shift + kernel.largest_bias
         kernel.start(shift)
         if kernel.narrow:  # nothing can be lost

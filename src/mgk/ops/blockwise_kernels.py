@@ -16,6 +16,7 @@ G heads, g of them at a time, M components, Nq queries, Nk keys, D width of a he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mgk.ops.blockwise_attend import WeightGradient
 
 LOWEST = {torch.float32: -75.0, torch.float64: -700.0}  # with room for values: exp(-87) is not normal
+HIGHEST = {torch.float32: 88.0, torch.float64: 709.0}  # of what a sum comes to
 LOWEST_BACKWARD = {torch.float32: -45.0, torch.float64: -300.0}  # of weights that sum to 1, times gradients
 QUERY_BLOCK = 384  # BLAS likes multiples of 48
 KEY_BLOCK = 384
@@ -164,7 +166,7 @@ class Kernel:
     ) -> None:  # fmt: skip
         """Query (G,Nq,D), key (G,M,Nk,D), row_bias (G,M,Nq), key_bias (G,M,Nk)."""
         self.query, self.key, self.row_bias, self.scale, self.scratch = query, key, row_bias, scale, scratch
-        self.lowest, self.components = lowest, key.shape[1]
+        self.lowest, self.highest, self.components = lowest, math.inf, key.shape[1]
         self.extra = 0.0, 0.0  # the least and most that a kernel adds to an exponent
         hidden = key_bias == -torch.inf
         self.visible = (~hidden).to(key.dtype)[..., None] if bool(hidden.any()) else None  # (G,M,Nk,1)
@@ -175,6 +177,11 @@ class Kernel:
         )
         norms = [torch.linalg.vector_norm(x, dim=-1).flatten(1).amax(1) for x in (query, key)]
         self.reach = (norms[0] * norms[1]).max().item() * scale
+
+    def leave_room(self, value: Tensor) -> None:
+        """For sums of weights times `value` (G,Nk,Dv), where weights may be above 1."""
+        ends = [abs(end.item()) for end in value.aminmax()] if value.numel() else []
+        self.highest = HIGHEST[value.dtype] - math.log(max([1.0, *ends])) - math.log(value.shape[1])
 
     def bound(self, most: Tensor) -> Tensor:
         """Of all exponents, (G,Nq), for free: a Gaussian is at most 1; `most` (G,1) bounds the log priors."""
@@ -191,7 +198,7 @@ class Kernel:
         ends = [[end.item() for end in bias.aminmax()] for bias in (rows, keys)]
         least, most = (sum(end) for end in zip(*ends, self.extra, strict=True))
         most = max(most + self.reach, *(abs(end) for pair in ends for end in pair))
-        return bool(least - self.reach > self.lowest and most < -LOWEST[rows.dtype])
+        return bool(least - self.reach > self.lowest and most < min(-LOWEST[rows.dtype], self.highest))
 
     def enter(self, heads: slice) -> None:
         """Make ready for blocks of these heads."""
