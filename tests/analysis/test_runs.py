@@ -52,6 +52,18 @@ def test_a_run_knows_its_name_and_curves(grid: Path, root: Path) -> None:
     assert run.parameters == sum(p.numel() for p in run.model.parameters())
 
 
+def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
+    """A perplexity beyond all numbers, or a loss that is none, would be no page at all."""
+    lines = [("NaN", "1.5"), ("2.0", "Infinity"), ("1.5", "4.5")]
+    text = "".join(
+        f'{{"event": "valid", "step": {step}, "loss": {a}, "perplexity": {b}}}\n' for step, (a, b) in enumerate(lines)
+    )
+    (tmp_path / "log.jsonl").write_text(text)
+    run = Run(tmp_path, tiny())
+    assert run.curve("valid", "loss") == ([1, 2], [2.0, 1.5])
+    assert run.curve("valid", "perplexity") == ([0, 2], [1.5, 4.5])
+
+
 def test_figures_and_tables(grid: Path, root: Path, tmp_path: Path) -> None:
     commands.figures((grid / "softmax-2" / "seed-0", grid / "smgk-1" / "seed-0"), tmp_path, matrices=6, data_root=root)
     names = {path.name for path in tmp_path.iterdir()}

@@ -6,6 +6,7 @@ B batch, N positions.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,8 +85,8 @@ class Run:
         return [line for line in lines if line["event"] == event]
 
     def curve(self, event: str, metric: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a metric, where the log has it."""
-        points = [(line["step"], line[metric]) for line in self.log(event) if metric in line]
+        """Steps and values of a metric, where the log has it as a number that can be drawn."""
+        points = [(line["step"], line[metric]) for line in self.log(event) if math.isfinite(line.get(metric, math.nan))]
         return [float(step) for step, _ in points], [float(value) for _, value in points]
 
     def of_text(self, text: str, length: int | None = None) -> Input:
