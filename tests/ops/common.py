@@ -149,16 +149,14 @@ def identity_values(inputs: Inputs) -> Inputs:
 def visible(inputs: Inputs, options: Options, query_mask: Tensor | None = None) -> Tensor:
     """Which query sees which key, written with loops: bool (B,1,Nq,Nk)."""
     batch, queries, keys = inputs["query"].shape[0], inputs["query"].shape[2], inputs["key"].shape[-2]
-    seen = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
-    for b in range(batch):
-        for i in range(queries):
-            for j in range(keys):
-                future = options.get("is_causal", False) and j > i + keys - queries
-                mask = options.get("key_mask")
-                hidden = mask is not None and not mask[b, j]
-                fake = query_mask is not None and not query_mask[b, i]
-                seen[b, 0, i, j] = not (future or hidden or fake)
-    return seen
+    mask, last = options.get("key_mask"), keys - queries if options.get("is_causal", False) else keys
+    shown = torch.ones(batch, keys, dtype=torch.bool) if mask is None else mask
+    real = torch.ones(batch, queries, dtype=torch.bool) if query_mask is None else query_mask
+    seen = [
+        [[one and other and j <= i + last for j, other in enumerate(to)] for i, one in enumerate(of)]
+        for of, to in zip(real.tolist(), shown.tolist(), strict=True)
+    ]
+    return torch.tensor(seen, dtype=torch.bool).view(batch, 1, queries, keys)
 
 
 def dense_log_weights(inputs: Inputs, *, with_prior: bool = True) -> Tensor:
