@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def repair_bfloat16() -> None:
-    """The interpreter keeps bfloat16 as 16-bit integers, which it adds and multiplies, and cuts where a GPU rounds."""
+    """The interpreter keeps bfloat16 as 16-bit integers, which it adds and multiplies, cuts where a GPU rounds, and
+    makes other numbers of subnormals.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -26,19 +29,22 @@ def repair_bfloat16() -> None:
     cast, dot, binary = builder.cast_impl, builder.create_dot, builder.binary_op
 
     def rounding_cast(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar == tl.bfloat16 and target.scalar == tl.float32:  # in one go, and subnormals too
+            bits = np.left_shift(source.data, 16, dtype=np.uint32)
+            return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
         if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
             return cast(self, source, target)
         bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
         return interpreter.TensorHandle(bits.reshape(source.data.shape), tl.bfloat16)
 
     def float_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
-        factors = [cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (left, right)]
+        factors = [rounding_cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (left, right)]
         return dot(self, *factors, *rest)
 
     def float_binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
         if left.dtype.scalar != tl.bfloat16:
             return binary(self, left, right, operation)
-        result = binary(self, cast(self, left, tl.float32), cast(self, right, tl.float32), operation)
+        result = binary(self, *(rounding_cast(self, x, tl.float32) for x in (left, right)), operation)
         return rounding_cast(self, result, tl.bfloat16)
 
     builder.cast_impl, builder.create_dot, builder.binary_op = rounding_cast, float_dot, float_binary
@@ -54,6 +60,7 @@ def hasten() -> None:
     patch = interpreter._patch_lang
     done: set[str] = set()
 
+    @cache
     def modules(function: Any) -> set[str]:
         return {module.__name__ for module in (tl, tl.core) if module in function.__globals__.values()}
 
@@ -70,6 +77,41 @@ def hasten() -> None:
         return self.rewrite()(*args, **kwargs)
 
     interpreter._patch_lang, interpreter.InterpretedFunction.__call__ = for_a_launch, call
+
+
+def remember_types() -> None:
+    """The interpreter works out again for every tensor what follows from its type, half of the time of our tests. Here
+    each type keeps what was found: blocks of it by their shape, fields of tensors, and the type of numpy.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    core: Any = tl.core
+    make_block, make_tensor, find = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([each.value if isinstance(each, tl.constexpr) else each for each in shape])
+        known, key = vars(element_ty).setdefault("blocks", {}), (sizes, *map(type, sizes))  # 16.0 is no size
+        if key not in known:
+            make_block(self, element_ty, shape)
+            known[key] = vars(self)
+        self.__dict__ = known[key]
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        known = vars(kind)
+        if "fields" not in known:
+            make_tensor(self, handle, kind)
+            known["fields"] = vars(self).copy()
+        vars(self).update(known["fields"], handle=handle)
+
+    def numpy_type(kind: Any) -> Any:
+        known = vars(kind)
+        if "numpy" not in known:
+            known["numpy"] = find(kind)
+        return known["numpy"]
+
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, numpy_type
+    core.block_type.to_ir = lambda self, builder: self  # as the interpreter's, but not a new one
 
 
 @contextmanager
@@ -93,6 +135,7 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton warns if nobody says
     repair_bfloat16()
     hasten()
+    remember_types()
 
 
 @contextmanager
