@@ -21,6 +21,7 @@ from tests.ops.triton_env import DEVICE, overflow_checked, rounded_exponent, str
 # isort: split
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from mgk.ops import triton as kernels
 from mgk.ops.triton import primitives
@@ -92,6 +93,17 @@ def test_no_integer_overflows(variant: str, dtype: torch.dtype) -> None:
     """The other tests here do not look, which would take them half as long again."""
     with overflow_checked(True):
         run(replace(CASE, variant=variant).inputs(dtype), "triton", {"is_causal": True, "dropout_p": 0.3})
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def square_kernel(OUT, n):  # type: ignore[no-untyped-def]
+    tl.store(OUT, n * n)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter looks for it")
+def test_an_integer_that_overflows_is_seen() -> None:
+    with overflow_checked(True), pytest.raises(InterpreterError, match="mul of int32"):
+        square_kernel[(1,)](torch.zeros(1, dtype=torch.int32), 1 << 16)
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)

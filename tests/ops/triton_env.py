@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,6 +115,23 @@ def remember_types() -> None:
     core.block_type.to_ir = lambda self, builder: self  # as the interpreter's, but not a new one
 
 
+def check_overflow() -> None:
+    """The interpreter computes at length whether a sum or product of integers overflows, and tells nobody unless it
+    debugs. Here it does, of signed ones; hashes of unsigned ones do so on purpose.
+    """
+    from triton.language.semantic import TritonSemantic
+
+    def check(self: Any, left: Any, right: Any, operation: Any) -> None:
+        kind = left.type.scalar
+        if self.builder.options.sanitize_overflow and kind.is_int_signed() and kind.int_bitwidth < 64:
+            exact = getattr(operator, operation.__name__)(*(x.handle.data.astype(np.int64) for x in (left, right)))
+            low, high = kind.get_int_min_value(), kind.get_int_max_value()
+            if exact.min() < low or exact.max() > high:
+                raise OverflowError(f"{operation.__name__} of {kind}: {exact.min()} to {exact.max()}")
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
 @contextmanager
 def overflow_checked(wanted: bool) -> Iterator[None]:
     """Whether the interpreter looks for it in every sum and product of integers, a third of the time of a kernel."""
@@ -136,6 +154,7 @@ if DEVICE == "cpu":
     repair_bfloat16()
     hasten()
     remember_types()
+    check_overflow()
 
 
 @contextmanager
