@@ -16,6 +16,8 @@ if (
 
 from hypothesis import settings
 
+from tests.processes import quick_context
+
 settings.register_profile("repeatable", max_examples=25, deadline=None, derandomize=True, database=None)
 settings.load_profile("repeatable")
 
@@ -25,3 +27,10 @@ def no_tapes() -> None:
     """Tests change constants that launchers depend on."""
     if "mgk.ops.triton.repeat" in sys.modules:
         sys.modules["mgk.ops.triton.repeat"].forget()
+
+
+@pytest.fixture
+def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would import for longer than it works. Where they start is pinned down by a test of each caller without."""
+    context = quick_context()
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)

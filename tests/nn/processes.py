@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
+
+from tests.processes import quick_context
 
 
 def in_two_processes(work: Callable[[int, str], None], folder: str) -> None:
     """`work(rank, folder)` for rank 0 and 1, connected by gloo. It leaves its results in files."""
-    spawn(_one, args=(work, folder), nprocs=2)  # type: ignore[no-untyped-call]
+    method = quick_context().get_start_method()
+    start_processes(_one, (work, folder), nprocs=2, start_method=method)  # type: ignore[no-untyped-call]
 
 
 def _one(rank: int, work: Callable[[int, str], None], folder: str) -> None:

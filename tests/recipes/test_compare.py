@@ -75,6 +75,7 @@ def test_a_run_that_fails_does_not_stop_the_others(
     assert "no room" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_runs_side_by_side_give_the_same(data_root: Path, tmp_path: Path) -> None:
     config = tiny(steps=2)
     one = compare(config, ATTENTIONS[:2], out=tmp_path / "one", data_root=data_root)
@@ -91,6 +92,7 @@ def test_a_stop_leaves_the_grid(data_root: Path, tmp_path: Path, monkeypatch: py
         compare(tiny(steps=2), ATTENTIONS[:1], out=tmp_path, data_root=data_root)
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_a_stop_side_by_side_stops_every_run_and_begins_no_other(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ class Deadly(Config):
             os._exit(11)
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_a_process_that_dies_takes_one_cell_with_it(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +258,7 @@ def test_a_process_that_dies_takes_one_cell_with_it(
     assert tally == Tally([CELLS[1].name], {CELLS[0].name: died, CELLS[2].name: died})
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_side_by_side_gives_the_same_records(data_root: Path, tmp_path: Path) -> None:
     fill(tmp_path / "one", data_root, CELLS[:2])
     tally = fill(tmp_path / "two", data_root, CELLS[:2], jobs=2)
@@ -266,6 +268,7 @@ def test_side_by_side_gives_the_same_records(data_root: Path, tmp_path: Path) ->
     assert {r.values["jobs"] for r in two} == {2}
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_a_sitting_side_by_side_ends_with_its_budget(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
