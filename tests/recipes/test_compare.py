@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mgk.models import ClassifierConfig, MatcherConfig
 from mgk.ops.cost import Dimensions, attention_flops, projection_flops
@@ -22,6 +23,7 @@ from mgk.train import CheckpointError, Config, Result, engine
 from mgk.train.checkpoint import read_facts
 from mgk.train.cost import flops
 from mgk.train.learner import Learner
+from mgk.train.run import share_cores
 from tests.train.common import prepare, tiny
 
 ATTENTIONS = ("softmax:2", "smgk:1", "mgk:1:hard")
@@ -75,7 +77,16 @@ def test_a_run_that_fails_does_not_stop_the_others(
     assert "no room" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("quick_processes")
+@pytest.fixture
+def half_the_threads() -> Iterator[None]:
+    """As each of two processes has: with other numbers of them sums end in other bits."""
+    before = torch.get_num_threads()
+    share_cores(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("quick_processes", "half_the_threads")
 def test_runs_side_by_side_give_the_same(data_root: Path, tmp_path: Path) -> None:
     config = tiny(steps=2)
     one = compare(config, ATTENTIONS[:2], out=tmp_path / "one", data_root=data_root)
