@@ -1,8 +1,9 @@
 """The paper's claims, each with a verdict that follows from the records by a stated rule.
 
 A comparison is of two rows on one task, over their seeds: "yes", "no", "within noise", or "not enough data" where a row
-has less than two seeds. The verdict of a claim is the median of its comparisons with data, from "no" over "within
-noise" to "yes": what more than half of them say, if so many agree. Of two in the middle it is the less favourable.
+has less than two seeds. Some are of all pairs of a task at once, or of two rows over all language tasks. The verdict of
+a claim is the median of its comparisons with data, from "no" over "within noise" to "yes": what more than half of them
+say, if so many agree. Of two in the middle it is the less favourable.
 """
 
 from __future__ import annotations
