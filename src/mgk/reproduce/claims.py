@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mgk.reproduce.grid import LANGUAGE, LRA, PAIRS, SHORT, TASKS, Row, rows_on
-from mgk.reproduce.intervals import NORMAL, contrast, difference, interval
+from mgk.reproduce.intervals import NORMAL, Contrast, contrast, difference, interval
 from mgk.reproduce.paper import SAME, SEEDS, published
 from mgk.reproduce.records import Record
 from mgk.reproduce.steps import Steps
@@ -66,12 +66,12 @@ def claims(table: Table, timings: Sequence[dict[str, Any]] = (), steps: Steps = 
             "Comparable or better at half the heads",
             "yes: the 95% interval of the gain lies above -0.5 points (-1% of perplexity or bits); no: it lies below "
             f"0; else within noise. {ON_LISTOPS}",
-            every(table, half_heads(), comparable),
+            judge_all(table, half_heads(), comparable),
         ),
         Claim(
             "Better at equal heads",
             f"yes: the 95% interval of the gain lies above 0; no: below 0; else within noise. {ON_LISTOPS}",
-            every(table, equal_heads(), better),
+            judge_all(table, equal_heads(), better),
         ),
         Claim(
             "Fewer parameters at half the heads",
@@ -177,7 +177,7 @@ def scores(task: str, first: Sequence[Record], second: Sequence[Record]) -> Scor
     return Scores(a, b, f", of all seeds; {share} left the plateau", stuck=not gone_a and not gone_b)
 
 
-def every(table: Table, pairs: Iterable[Pair], judge: Callable[..., Verdict]) -> list[Comparison]:
+def judge_all(table: Table, pairs: Iterable[Pair], judge: Callable[..., Verdict]) -> list[Comparison]:
     """Pair by pair, after what has more power: all language tasks of a pair, and all pairs of a task and family."""
     single = list(pairs)
     rows: dict[tuple[Row, Row], list[str]] = {}
@@ -195,7 +195,7 @@ def over_tasks(
     table: Table, tasks: Sequence[str], mixture: Row, baseline: Row, judge: Callable[..., Verdict]
 ) -> Comparison | None:
     """The mean gain as a share of perplexity or bits, over tasks that may have one seed each: three or more of them."""
-    both = [(ours, theirs) for task in tasks for ours, theirs in [_both(table, task, mixture, baseline)]]
+    both = [_both(table, task, mixture, baseline) for task in tasks]
     means = [[statistics.mean(record.test for record in row) for row in pair] for pair in both if all(pair)]
     gains = [1 - ours / theirs for ours, theirs in means]
     half = interval(gains)
@@ -227,9 +227,8 @@ def together(table: Table, task: str, pairs: Sequence[Pair], judge: Callable[...
     if sign < 0:
         margin *= statistics.mean(-statistics.mean(rows[baseline]) for _, _, baseline in pairs)
     which = ", of the seeds that left the plateau" if TASKS[task].plateau else ""
-    detail = f"gain {found.mean:+.3g} ({found.low:+.3g} to {found.high:+.3g}){which}"
     name = f"{task}: {len(pairs)} pairs of mixtures and {pairs[0][2].attention} together"
-    return Comparison(name, judge(found.low, found.high, margin), detail, pooled=True)
+    return Comparison(name, judge(found.low, found.high, margin), gain(found) + which, pooled=True)
 
 
 def compare(table: Table, task: str, mixture: Row, baseline: Row, judge: Callable[..., Verdict]) -> Comparison:
@@ -240,8 +239,12 @@ def compare(table: Table, task: str, mixture: Row, baseline: Row, judge: Callabl
     if found is None:
         return Comparison(what, "not enough data", once(of, sign))
     margin = COMPARABLE[TASKS[task].metric] * (1.0 if sign > 0 else statistics.mean(of.second))
-    detail = f"gain {found.mean:+.3g} ({found.low:+.3g} to {found.high:+.3g}){of.which}"
-    return Comparison(what, "within noise" if of.stuck else judge(found.low, found.high, margin), detail)
+    verdict = "within noise" if of.stuck else judge(found.low, found.high, margin)
+    return Comparison(what, verdict, gain(found) + of.which)
+
+
+def gain(found: Contrast) -> str:
+    return f"gain {found.mean:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
 
 
 def once(of: Scores, sign: int) -> str:
@@ -249,9 +252,9 @@ def once(of: Scores, sign: int) -> str:
     if not of.first or not of.second:
         return ""
     base = statistics.mean(of.second)
-    gain = sign * (statistics.mean(of.first) - base)
-    share = "" if sign > 0 else f" ({gain / base:+.1%})"
-    return f"gain {gain:+.3g}{share}, seeds: {len(of.first)} and {len(of.second)}{of.which}"
+    change = sign * (statistics.mean(of.first) - base)
+    share = "" if sign > 0 else f" ({change / base:+.1%})"
+    return f"gain {change:+.3g}{share}, seeds: {len(of.first)} and {len(of.second)}{of.which}"
 
 
 def better(low: float, high: float, margin: float = 0.0) -> Verdict:
