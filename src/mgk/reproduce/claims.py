@@ -137,7 +137,7 @@ def equal_heads() -> Iterator[Pair]:
 
 def comparable_rows(heads: Iterable[tuple[int, int]]) -> Iterator[Pair]:
     """Of so many heads of the baseline and of the mixture, wherever the grid has both."""
-    there = {task: rows_on(task) for task in (*LRA, *LANGUAGE, SHORT)}
+    there = {task: rows_on(task) for task in (*LRA, *LANGUAGE, *SHORT)}
     for full, own in heads:
         for baseline, mixtures in FAMILIES.items():
             for mixture in mixtures:
