@@ -36,7 +36,9 @@ in a row there is not enough data, but one is enough for parameters, FLOPs and t
 pairs of mixtures and baselines of one task, by the mean of their gains, and two rows over language tasks, with the
 scatter between tasks, so that one seed of each will do. The verdict of a claim is the median of its comparisons with
 data, from no over within noise to yes: what more than half of them say, if so many agree. Of two in the middle it is
-the less favourable.
+the less favourable. Language tasks are taken as independent, though some share their text. Not all of this was settled
+beforehand: the comparisons of more at once, those on the short runs, and the allowance for ListOps' test set came after
+the first results had been seen.
 """
 COSTS = """![FLOPs and parameters of softmax, MGK and sMGK against heads](figures/costs-softmax.svg)
 
