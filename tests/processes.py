@@ -5,7 +5,7 @@ from __future__ import annotations
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 
-MODULES = ["lightning_fabric", "mgk.recipes.compare", "mgk.reproduce.runner", "torch._dynamo"]
+MODULES = ["lightning_fabric", "mgk.recipes.compare", "experiments.reproduce.runner", "torch._dynamo"]
 
 
 def quick_context() -> ForkServerContext:

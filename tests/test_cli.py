@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import mgk.data
+from benchmarks import cpu, measure
+from benchmarks import train as bench_train
+from benchmarks.common import Case, Report
 from mgk import cli
-from mgk.bench import cpu, demo, measure
-from mgk.bench import train as bench_train
-from mgk.bench.common import Case, Report
+from mgk.cli import demo
 from mgk.recipes import RECIPES
 from mgk.train import config as configuration
 from mgk.train.learner import Learner
@@ -256,7 +257,7 @@ def test_the_library_imports_where_tyro_and_rich_are_missing() -> None:
     """As on GPU images: only the command line and what it prints need them."""
     program = (
         "import sys\nsys.modules['tyro'] = sys.modules['rich'] = None\n"
-        "import mgk.data, mgk.models, mgk.train, mgk.recipes, mgk.bench.train\n"
+        "import mgk.data, mgk.models, mgk.train, mgk.recipes, benchmarks.train\n"
         "from mgk.train.progress import Progress\nProgress('x', 3).show(3, loss=1.0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if lin
 
 def test_readme_has_code_and_commands_to_check() -> None:
     assert len(blocks("python")) >= 2
-    assert {shlex.split(line)[0] for line in COMMANDS} == {"make", "mgk", "pip"}
+    assert {shlex.split(line)[0] for line in COMMANDS} == {"make", "mgk", "pip", "python"}
     assert len(re.findall(r"^```\w", README, re.MULTILINE)) == len(blocks("python")) + len(blocks("sh"))
 
 
@@ -53,6 +54,8 @@ def test_commands_exist(line: str) -> None:
         if shutil.which("make") is None:
             pytest.skip("make is not installed")
         subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
+    elif program == "python":
+        assert find_spec(arguments[1]) is not None
     else:
         assert program == "pip"
         assert arguments[0] == "install"

@@ -17,7 +17,7 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2LMHeadModel
 
 import mgk.data
-from mgk.cli_hf import convert, generate
+from mgk.cli.hf import convert, generate
 from mgk.hf import hf_to_run, run_to_hf
 from mgk.hf.tokenizer import byte_tokenizer, tokenizer_of
 from mgk.train import evaluate, load_model, train

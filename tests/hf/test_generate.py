@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from mgk.hf import MGKCache
-from mgk.ops.cost import LINEAR
+from mgk.variants import LINEAR
 from tests.hf.common import make
 from tests.models.common import KINDS
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mgk.analysis.collect import collect
+from mgk.inspect.collect import collect
 from mgk.nn import MixtureAttention
 from mgk.nn.packing import Packing
 from tests.ops.triton_env import DEVICE, overflow_checked

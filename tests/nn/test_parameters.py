@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from mgk import variants
 from mgk.nn import MixtureAttention
 from mgk.ops import cost
 
@@ -46,11 +47,11 @@ def test_authors_totals_differ_by_the_priors_alone(variant: str, place: int, hea
     assert bare == AUTHORS[variant][place] - (0 if variant == "softmax" else LAYERS * COMPONENTS)
 
 
-@pytest.mark.parametrize("variant", cost.VARIANTS)
+@pytest.mark.parametrize("variant", variants.VARIANTS)
 @pytest.mark.parametrize("e_step", ["soft", "hard"])
-@pytest.mark.parametrize("prior", cost.PRIORS)
+@pytest.mark.parametrize("prior", variants.PRIORS)
 def test_cost_model_counts_the_real_module(variant: str, e_step: str, prior: str) -> None:
-    gaussian = variant in cost.GAUSSIAN
+    gaussian = variant in variants.GAUSSIAN
     if (e_step == "hard" and not gaussian) or (prior == "em" and not (gaussian and e_step == "soft")):
         with pytest.raises(ValueError, match=r"e_step|prior"):
             MixtureAttention(12, 3, variant=variant, e_step=e_step, prior=prior)

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mgk
+from mgk import variants
 from mgk.nn import MixtureAttention
 from mgk.ops import cost
 from mgk.ops.feature_maps import PositiveOrthogonalFeatures
@@ -35,9 +36,9 @@ def counted(function: Callable[[], Tensor]) -> cost.Flops:
 def operands(d: cost.Dimensions) -> dict[str, Any]:
     key = (d.batch, d.heads, d.keys, d.head_dim)
     tensors = {"query": leaf(d.batch, d.heads, d.queries, d.head_dim), "value": leaf(d.batch, d.heads, d.keys, d.Dv)}
-    if d.variant in cost.PROJECTED:
+    if d.variant in variants.PROJECTED:
         return tensors | {"key": leaf(*key[:2], d.components, *key[2:])}
-    shift = {"shift": leaf(d.heads, d.components, d.head_dim)} if d.variant in cost.SHIFTED else {}
+    shift = {"shift": leaf(d.heads, d.components, d.head_dim)} if d.variant in variants.SHIFTED else {}
     return tensors | {"key": leaf(*key)} | shift
 
 
@@ -87,8 +88,8 @@ def test_fused_is_the_reference_and_recomputation(variant: str, components: int)
     assert fused.total == fused.forward + fused.backward
 
 
-@pytest.mark.parametrize("variant", cost.LINEAR)
-@pytest.mark.parametrize("feature_map", cost.FEATURE_MAPS)
+@pytest.mark.parametrize("variant", variants.LINEAR)
+@pytest.mark.parametrize("feature_map", variants.FEATURE_MAPS)
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(5, 7, False), (7, 7, True), (5, 9, True), (300, 300, True)])
 def test_linear_family_is_what_the_counter_sees(
     variant: str, feature_map: str, queries: int, keys: int, causal: bool
@@ -104,7 +105,7 @@ def test_linear_family_is_what_the_counter_sees(
     assert cost.attention_flops(d) == seen
 
 
-@pytest.mark.parametrize("variant", cost.VARIANTS)
+@pytest.mark.parametrize("variant", variants.VARIANTS)
 def test_projections_are_what_the_counter_sees(variant: str) -> None:
     """The projections of the module, by themselves; its values are as wide as its keys."""
     d = cost.Dimensions(variant=variant, components=3, embed_dim=10, **(SIZES | {"value_dim": 4}))

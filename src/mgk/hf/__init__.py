@@ -16,8 +16,6 @@ except ImportError:
 from mgk.hf.cache import MGKCache
 from mgk.hf.config import MGKConfig
 from mgk.hf.convert import from_run, hf_to_run, run_to_hf
-from mgk.hf.finetune import finetune, mean_loss
-from mgk.hf.merge import MergeReport, merge_heads
 from mgk.hf.models import (
     MGKForCausalLM,
     MGKForDocumentMatching,
@@ -25,6 +23,8 @@ from mgk.hf.models import (
     MGKForSequenceClassification,
     MGKModel,
 )
+from mgk.merge.finetune import finetune, mean_loss
+from mgk.merge.merge import MergeReport, merge_heads
 
 __all__ = [
     "MGKCache",

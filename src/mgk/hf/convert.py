@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mgk.data import DataError
+from mgk.files import write_text
 from mgk.hf.card import model_card
 from mgk.hf.config import MGKConfig
 from mgk.hf.models import (
@@ -33,7 +34,6 @@ from mgk.train import checkpoint, load_model
 from mgk.train import config as run_config
 from mgk.train.config import Config, DataConfig
 from mgk.train.data import load as load_data
-from mgk.train.files import write_text
 
 RECORD = "mgk_run"
 RECORDED = ("config.json", "run.json", "log.jsonl", "result.json")

@@ -350,7 +350,7 @@ def check_options(options: dict[str, Any]) -> None:
     """Transformers hands on what it does not know; what would change the answer must not be lost on the way."""
     with suppress(KeyError):
         if options.pop("output_attentions"):
-            raise ValueError("output_attentions: expected False; `mgk explore` and mgk.analysis.collect show attention")
+            raise ValueError("output_attentions: expected False; `mgk explore` and mgk.inspect.collect show attention")
     for name in ("output_hidden_states", "return_dict", "use_cache", "token_type_ids", "num_items_in_batch"):
         options.pop(name, None)
     for name, value in options.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from mgk.ops import arguments as check
-from mgk.ops.cost import LINEAR
+from mgk.variants import LINEAR
 
 Attention = Literal["softmax", "linear", "mgk", "smgk", "mlk", "smlk"]
 

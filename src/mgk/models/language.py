@@ -15,8 +15,8 @@ from mgk.models.config import LanguageModelConfig
 from mgk.models.encoder import TokenEncoder, count_real
 from mgk.nn import StackCache, TiedSoftmax
 from mgk.nn.output import IGNORE
-from mgk.ops.cost import LINEAR
 from mgk.ops.linear import never_waits
+from mgk.variants import LINEAR
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

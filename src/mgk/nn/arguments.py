@@ -11,8 +11,8 @@ from torch import Tensor
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, check_rotary_dim
 from mgk.ops import arguments as check
-from mgk.ops.cost import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, SHIFTED
 from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures, check_feature_map
+from mgk.variants import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, SHIFTED
 
 MEANS = ("sgd", "em")
 MIXINGS = ("features", "keys")

@@ -34,9 +34,9 @@ from mgk.nn.softmax import packed_softmax_attention, softmax_attention, softmax_
 from mgk.ops import api
 from mgk.ops import arguments as check
 from mgk.ops.common import autocasts
-from mgk.ops.cost import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 from mgk.ops.feature_maps import FeatureMap
 from mgk.ops.linear import linear_step, mlk_attention, rows_attention, smlk_attention, takes_rows
+from mgk.variants import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

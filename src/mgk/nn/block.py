@@ -20,7 +20,7 @@ from mgk.nn.linear import through, through_activation
 from mgk.nn.norm import LayerNorm, add_norm
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
-from mgk.ops.cost import LINEAR
+from mgk.variants import LINEAR
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

@@ -15,15 +15,7 @@ from dataclasses import dataclass
 from mgk.ops.arguments import E_STEPS, check_choice, check_count, check_flag
 from mgk.ops.feature_maps import feature_width
 from mgk.ops.linear import CHUNK
-
-VARIANTS = ("softmax", "linear", "mgk", "smgk", "mlk", "smlk")
-GAUSSIAN = ("mgk", "smgk")
-LINEAR = ("linear", "mlk", "smlk")
-PROJECTED = ("mgk", "mlk")  # one key projection per component
-SHIFTED = ("smgk", "smlk")  # one key projection, and one shift per component
-MIXTURES = (*PROJECTED, *SHIFTED)
-PRIORS = ("sgd", "em", "uniform")
-FEATURE_MAPS = ("elu", "favor", "dpfp")
+from mgk.variants import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 
 
 @dataclass(frozen=True, kw_only=True)

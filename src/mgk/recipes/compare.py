@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import signal
 import statistics
@@ -15,15 +14,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from mgk.ops.cost import VARIANTS
+from mgk.files import write_json, write_text
+from mgk.intervals import interval
 from mgk.train.config import Config, replace
 from mgk.train.cost import flops
 from mgk.train.engine import Result, train
-from mgk.train.files import write_json, write_text
 from mgk.train.run import share_cores
+from mgk.variants import VARIANTS
 
-# 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 OPTIONS = {
     "hard": {"model__e_step": "hard"},
     "em": {"model__prior": "em"},
@@ -39,8 +37,8 @@ class Row:
     scores: list[float]
     """On the test split, one per seed: accuracy in percent, or perplexity."""
     mean: float
-    interval: float
-    """Half of the 95% confidence interval of the mean; NaN for one seed."""
+    interval: float | None
+    """Half of the 95% confidence interval of the mean; None for one seed."""
     parameters: int
     flops: int
     seconds_per_step: float
@@ -60,7 +58,7 @@ class Comparison:
         lines = [
             (
                 row.attention,
-                f"{row.mean:.2f}" + ("" if math.isnan(row.interval) else f" ± {row.interval:.2f}"),
+                f"{row.mean:.2f}" + ("" if row.interval is None else f" ± {row.interval:.2f}"),
                 str(len(row.scores)),
                 f"{row.parameters:,}",
                 f"{row.flops / 1e9:.3g}",
@@ -237,10 +235,3 @@ def summary(text: str, config: Config, results: list[Result]) -> Row:
         statistics.median(r.seconds_per_step for r in results),
         max(r.peak_bytes for r in results),
     )
-
-
-def interval(scores: list[float]) -> float:
-    if len(scores) < 2:
-        return math.nan
-    quantile = STUDENT[min(len(scores) - 1, len(STUDENT)) - 1]
-    return quantile * statistics.stdev(scores) / math.sqrt(len(scores))

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mgk.train.files import new_folder, point, write_json
+from mgk.files import new_folder, point, write_json
 
 FILES = ("model.safetensors", "state.pt")
 TORCH_DISK = ("inline_container", "iostream error")  # in what torch.save says where it cannot write

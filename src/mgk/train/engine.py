@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from mgk.files import write_json
 from mgk.train import checkpoint, data
 from mgk.train.config import Config
 from mgk.train.diagnose import culprit
 from mgk.train.fabric import launch, part
-from mgk.train.files import write_json
 from mgk.train.graph import Batch, to_device
 from mgk.train.learner import Learner, perplexity
 from mgk.train.progress import Progress

@@ -7,24 +7,18 @@ last, best     see checkpoint.py             events.*      TensorBoard's, if ask
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mgk.commit import commit
+from mgk.environment import environment
+from mgk.files import read_lines, write_json, write_text
 from mgk.train import checkpoint, config
 from mgk.train.checkpoint import CheckpointError
 from mgk.train.config import Config
-from mgk.train.files import read_lines, write_json, write_text
-
-PACKAGES = ("mgk", "torch", "numpy", "safetensors", "lightning-fabric", "lightning", "triton")
 
 
 class Run:
@@ -97,33 +91,6 @@ class Run:
     def close(self) -> None:
         if self.events is not None:
             self.events.close()
-
-
-def environment() -> dict[str, Any]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit(),
-        "machine": platform.machine(),
-        "gpu": gpu,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def command() -> list[str]:
-    """The command line, without the folder that the program lies in."""
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    program = ["python", "-m", module.name.removesuffix(".__main__")] if module else [Path(sys.argv[0]).name]
-    return [*program, *sys.argv[1:]]
 
 
 def share_cores(processes: int) -> None:

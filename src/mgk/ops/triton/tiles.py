@@ -1,4 +1,4 @@
-"""Tile sizes: a small table, found by `python -m mgk.bench.tune` on an H200, and a rule for what it does not hold.
+"""Tile sizes: a small table, found by `python -m benchmarks.tune` on an H200, and a rule for what it does not hold.
 
 Nothing is tuned at run time: the first call on a new shape compiles one kernel per pass and no more.
 """
@@ -48,7 +48,7 @@ TABLE: dict[tuple[str, str, int], Tile] = {
     ("mixture", "key", 128): Tile(32, 128, 8, 1),
 }
 
-# What a sweep wants instead, (family, pass) -> tile; see mgk.bench.tune.
+# What a sweep wants instead, (family, pass) -> tile; see benchmarks.tune.
 override: dict[tuple[str, str], Tile] = {}
 
 

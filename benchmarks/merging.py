@@ -1,0 +1,150 @@
+"""Half the heads of models that this project trained, by merging and by dropping: `python -m benchmarks.merging`.
+
+For a language model on bytes of Wikipedia and a classifier of reviews, both softmax:
+
+1. train it with `mgk.train` (or take the run in `--runs`);
+2. merge its heads two and two into mixture-key heads, or drop every second one;
+3. fine-tune for a tenth of the steps: the merged model, the one with dropped heads and, so that more training is not
+   taken for a merit of merging, the original too. The learning rate of each is chosen on the validation set;
+4. measure all on the test set, before and after.
+"""
+# mypy: disallow-untyped-calls=False
+# Transformers is typed in part.
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgk.environment import environment
+from mgk.files import write_json
+from mgk.hf.convert import from_run
+from mgk.hf.halve import Texts, texts_of_run
+from mgk.merge.finetune import finetune, outputs
+from mgk.merge.merge import METHODS, merge_heads
+from mgk.recipes import recipe
+from mgk.train import config as run_config
+from mgk.train import replace, train
+from mgk.train.config import Config
+
+SHARE = 10  # steps of the original for one of fine-tuning
+RATES = (3e-4, 1e-3, 3e-3)
+CALIBRATION = {"enwik8": (128, 256), "imdb": (8, 1024)}  # windows and their length
+VALID = 60  # batches
+
+
+def settings_of(name: str, steps: int) -> Config:
+    """The recipe with all heads, short: learning rates go up in a tenth of the steps."""
+    base = recipe("enwik8")
+    if name == "imdb":  # a quarter of its length, and faster: to be trained in seconds
+        base = replace(recipe("lra-text"), model__max_length=1024, optimiser__lr=5e-4)
+    part = max(1, steps // 10)
+    base = replace(base, steps=steps, optimiser__warmup=part, eval_every=part, eval_batches=VALID, data__valid_batch=96)
+    return replace(base, model__attention="softmax", model__heads=8)
+
+
+@torch.no_grad()
+def score(model: Any, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
+    """Mean loss and, of a classifier, accuracy."""
+    model.eval()
+    loss, right, count = 0.0, 0, 0
+    for batch in batches:
+        found = outputs(model, batch)
+        labels = batch["labels"] if "labels" in batch else batch["shift_labels"]
+        loss += float(found.loss) * labels.numel()
+        count += labels.numel()
+        if labels.dim() == 1:
+            right += int((found.logits.argmax(-1).cpu() == labels).sum())
+    return {"loss": loss / count} | ({"accuracy": right / count} if labels.dim() == 1 else {})
+
+
+def tuned(model: Any, texts: Texts, steps: int, rates: tuple[float, ...]) -> tuple[Any, float]:
+    """The best of some learning rates on the validation set, and which it was."""
+    found = []
+    for lr in rates:
+        torch.manual_seed(0)
+        each = copy.deepcopy(model)
+        finetune(each, texts.training(), steps=steps, lr=lr)
+        found.append((score(each, texts.valid())["loss"], lr, each))
+    _, lr, best = min(found, key=lambda item: item[0])
+    return best, lr
+
+
+def study(run: Path, data_root: str | None = None, rates: tuple[float, ...] = RATES) -> dict[str, Any]:
+    """What becomes of the model of a run."""
+    settings = run_config.read(run / "config.json")
+    texts = texts_of_run(settings, data_root, *CALIBRATION.get(settings.data.name, (32, 256)), VALID)
+    assert texts.test is not None  # of a run
+    model: Any = from_run(run)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    steps = settings.steps // SHARE
+    rows = []
+    for method in ("original", *METHODS):
+        row: dict[str, Any] = {"method": method, "heads": settings.model.heads}
+        small = model
+        if method != "original":
+            small, report = merge_heads(model, texts.calibration(), method=method)
+            row |= {"heads": report.heads[1], "affinity": report.affinity, "cache_per_token": report.cache[1]}
+            full_cache = report.cache[0]
+        row |= {"parameters": small.num_parameters(), "at_once": score(small, texts.test())}
+        best, row["lr"] = tuned(small, texts, steps, rates)
+        row["tuned"] = score(best, texts.test())
+        rows.append(row)
+        print(row, flush=True)
+    rows[0]["cache_per_token"] = full_cache
+    return {"data": settings.data.name, "steps": settings.steps, "tuning_steps": steps, "rows": rows}
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    base = found["rows"][0]["at_once"]
+    yield f"{found['data']}: {found['steps']} steps, then {found['tuning_steps']} of fine-tuning"
+    for row in found["rows"]:
+        loss = row["tuned"]["loss"]
+        text = f"  {row['method']:<9}{row['heads']} heads  loss {row['at_once']['loss']:.4f} -> {loss:.4f}"
+        text += f" ({100 * (loss / base['loss'] - 1):+.2f}% of the original)"
+        if "accuracy" in base:
+            points = 100 * (row["tuned"]["accuracy"] - base["accuracy"])
+            text += (
+                f"  accuracy {row['at_once']['accuracy']:.4f} -> {row['tuned']['accuracy']:.4f} ({points:+.2f} points)"
+            )
+        yield text + f"  cache {row['cache_per_token']} numbers a token, {row['parameters']:,} parameters"
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="results/merging.json")
+    parser.add_argument(
+        "--runs", default="runs/merging", help="folder of the originals: enwik8, imdb; trained if missing"
+    )
+    parser.add_argument("--models", nargs="*", default=["enwik8", "imdb"], choices=["enwik8", "imdb"])
+    parser.add_argument("--steps", type=int, nargs=2, default=[2000, 6000], help="of the two originals")
+    parser.add_argument("--set", nargs="*", default=[], help="other fields of the configuration, NAME=JSON")
+    parser.add_argument("--data-root", default=None)
+    chosen = parser.parse_args(arguments)
+    fields = {name: json.loads(value) for name, value in (each.split("=", 1) for each in chosen.set)}
+    result: dict[str, Any] = {"environment": environment(), "studies": []}
+    path = Path(chosen.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name, steps in zip(("enwik8", "imdb"), chosen.steps, strict=True):
+        if name not in chosen.models:
+            continue
+        start, run = time.perf_counter(), Path(chosen.runs, name)
+        train(replace(settings_of(name, steps), **fields), run, resume=True, data_root=chosen.data_root)
+        trained = time.perf_counter() - start
+        found = study(run, chosen.data_root) | {"seconds": [trained, time.perf_counter() - start - trained]}
+        result["studies"].append(found)
+        write_json(path, result)
+        print("\n".join(lines(found)), flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Seconds of a training step of each row, one row after the other with the device to themselves: what can be compared.
+
+The trainings of a sitting run side by side, and a step of theirs takes as long as the others leave it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from experiments.reproduce.grid import Cell
+from experiments.reproduce.runner import answers, present
+from mgk.environment import environment
+from mgk.files import write_json
+from mgk.train.config import Config, replace
+from mgk.train.data import Source
+from mgk.train.fabric import launch
+from mgk.train.learner import Learner
+
+STEPS = Path("results") / "steps.json"
+BATCHES, ROUNDS = 8, 8  # the first of the training, over and over
+
+Steps = Mapping[str, Mapping[str, Any]]
+
+
+def measure(
+    cells: Sequence[Cell],
+    path: Path,
+    *,
+    data_root: Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> dict[str, str]:
+    """Measure the rows of cells into a file, which keeps what it has of other tasks; returns the tasks without data."""
+    todo, absent = present(list({(cell.task, cell.row): cell for cell in cells}.values()), data_root)
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for task in dict.fromkeys(cell.task for cell, _ in todo):
+        measured: dict[str, Any] = {"environment": environment(), "rows": {}}
+        for cell, config in todo:
+            if cell.task == task:
+                seconds = seconds_per_step(replace(config, device=device, workers=0), data_root)
+                measured["rows"][cell.row.name] = seconds
+                print(f"{task}/{cell.row.name}: {1e3 * seconds:.3f} ms", flush=True)
+                answers()  # and frees what this row had
+        found[task] = measured
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    return absent
+
+
+def seconds_per_step(config: Config, data_root: Path | None = None) -> float:
+    fabric = launch(config)
+    on_gpu = fabric.device.type == "cuda"
+    source, learner = Source(config, data_root, pin=on_gpu), Learner(fabric, config)
+    batches = [source.training_batch(step) for step in range(BATCHES)]
+
+    def rounds(first: int, count: int) -> float:
+        began = time.perf_counter()
+        for step in range(first * BATCHES, (first + count) * BATCHES):
+            learner.update(step, batches[step % BATCHES])
+        if on_gpu:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / (count * BATCHES)
+
+    rounds(0, 3)  # kernels are compiled, graphs captured, and replayed once
+    return rounds(3, ROUNDS)
+
+
+def read_steps(path: Path) -> Steps:
+    """By task; none where nothing was measured."""
+    found: Steps = json.loads(path.read_text()) if path.exists() else {}
+    return found

@@ -1,4 +1,0 @@
-from mgk.reproduce.main import main
-
-if __name__ == "__main__":  # processes that a sitting starts import this file too
-    raise SystemExit(main())

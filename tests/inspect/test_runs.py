@@ -1,0 +1,218 @@
+"""From a folder of a run to its figures and its page."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tyro
+
+from mgk.cli import inspect as commands
+from mgk.data.splits import Documents, Pairs, Stream
+from mgk.inspect import rank
+from mgk.inspect.report import comparison_page, rank_table
+from mgk.inspect.runs import Run
+from mgk.models import ClassifierConfig, LanguageModelConfig, MatcherConfig
+from mgk.recipes import compare
+from mgk.train import Config, DataConfig
+from tests.train.common import prepare, tiny
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def grid(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grid")
+    compare(tiny(steps=4), ["softmax:2", "smgk:1"], seeds=1, out=folder, data_root=root)
+    return folder
+
+
+def open_run(grid: Path, root: Path, name: str = "smgk-1") -> Run:
+    return Run.open(grid / name / "seed-0", data_root=root)
+
+
+def untrained(model: Any, data: str) -> Run:
+    return Run(Path("none"), Config("test", model, DataConfig(data)))
+
+
+def test_a_run_knows_its_name_and_curves(grid: Path, root: Path) -> None:
+    run = open_run(grid, root)
+    assert run.name == "sMGK, 1 head"
+    steps, losses = run.curve("train", "loss")
+    assert steps == [2, 4]
+    assert len(losses) == 2
+    assert run.parameters == sum(p.numel() for p in run.model.parameters())
+
+
+def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
+    """A perplexity beyond all numbers, or a loss that is none, would be no page at all."""
+    lines = [("NaN", "1.5"), ("2.0", "Infinity"), ("1.5", "4.5")]
+    text = "".join(
+        f'{{"event": "valid", "step": {step}, "loss": {a}, "perplexity": {b}}}\n' for step, (a, b) in enumerate(lines)
+    )
+    (tmp_path / "log.jsonl").write_text(text)
+    run = Run(tmp_path, tiny())
+    assert run.curve("valid", "loss") == ([1, 2], [2.0, 1.5])
+    assert run.curve("valid", "perplexity") == ([0, 2], [1.5, 4.5])
+
+
+def test_figures_and_tables(grid: Path, root: Path, tmp_path: Path) -> None:
+    commands.figures((grid / "softmax-2" / "seed-0", grid / "smgk-1" / "seed-0"), tmp_path, matrices=6, data_root=root)
+    names = {path.name for path in tmp_path.iterdir()}
+    drawn = {
+        f"{name}.{ending}" for name in ("curves", "maps", "ranks", "costs", "techniques") for ending in ("svg", "png")
+    }
+    assert names == drawn | {f"{name}.{ending}" for name in ("heads", "results") for ending in ("md", "tex")}
+    assert "softmax, 2 heads" in (tmp_path / "results.md").read_text()
+
+
+def test_rank_table_takes_heads_in_order(grid: Path, root: Path) -> None:
+    run = open_run(grid, root, "softmax-2")
+    table = rank_table(run, matrices=5)
+    heads = [head for index in range(3) for head in run.layers(run.of_split(index))[0].heads()]
+    assert table.tolist() == [[rank(head.rows().weights) for head in heads[:5]]]
+
+
+def test_explore_writes_a_page(grid: Path, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    runs = (grid / "softmax-2" / "seed-0", grid / "smgk-1" / "seed-0")
+    commands.explore(runs, text="[MAX 1 2 [MIN 3 4 ] ]", out=page, data_root=root)
+    assert str(page) in capsys.readouterr().out
+    data = embedded(page.read_text(encoding="utf-8"))
+    assert [model["name"] for model in data["models"]] == ["softmax, 2 heads", "sMGK, 1 head"]
+    assert "".join(data["models"][0]["tokens"]) == "[MAX 1 2 [MIN 3 4 ] ] "
+
+
+def embedded(html: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(html.split('id="data">')[1].split("</script>")[0])
+    return found
+
+
+def test_a_comparison_becomes_a_report(grid: Path, root: Path, tmp_path: Path) -> None:
+    data = embedded(comparison_page(grid, data_root=root).html)
+    kinds = [block["kind"] for block in data["report"]]
+    assert kinds[0] == "table"
+    assert kinds.count("chart") == len(kinds) - 1 >= 3
+    assert len(data["models"]) == 2
+    commands.explore((grid,), out=tmp_path / "report.html", data_root=root)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_bytes_are_read_as_the_models_read_them() -> None:
+    """A byte is byte + 1 for a classifier, whose 0 is padding; the bytes of a letter stay together at the cut."""
+    given = untrained(ClassifierConfig(max_length=6), "imdb").of_text("añb😀c")
+    assert given.arguments[0].tolist() == [[byte + 1 for byte in "añb".encode()]]
+    assert list(given.tokens) == ["a", "ñ", "", "b"]
+    assert given.unseen == "😀c"
+
+
+def test_a_matcher_reads_the_text_twice() -> None:
+    given = untrained(MatcherConfig(max_length=6), "aan").of_text("ab")
+    assert given.arguments[0].shape == (1, 2, 2)
+
+
+class Words:
+    words = ("<eos>", "<unk>", "the", "cat")
+    manifest = {"facts": {"level": "words"}}  # noqa: RUF012
+
+
+def test_words_unknown_to_the_model_are_shown_and_read_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "prepared", Words())
+    given = untrained(LanguageModelConfig(vocabulary=4), "wikitext-2").of_text("the dog\ncat")
+    assert given.arguments[0].tolist() == [[2, 1, 0, 3, 0]]
+    assert list(given.tokens) == ["the ", "dog ", "<eos> ", "cat ", "<eos> "]
+
+
+def test_words_are_split_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of plain articles: signs are tokens of their own, and a line without any is none."""
+    monkeypatch.setattr(Run, "prepared", Words())
+    given = untrained(LanguageModelConfig(vocabulary=4), "enwiki").of_text("the cat, the\n\ncat's")
+    assert list(given.tokens) == ["the ", "cat ", ", ", "the ", "<eos> ", "cat's ", "<eos> "]
+    assert given.arguments[0].tolist() == [[2, 3, 1, 2, 0, 1, 0]]
+
+
+class Tokens:
+    def __init__(self, examples: Any) -> None:
+        self.examples = examples
+        self.manifest: dict[str, Any] = {"facts": {}}
+
+    def split(self, _: str) -> Any:
+        return self.examples
+
+
+def test_examples_are_counted_as_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole windows of a stream; the documents of a matcher, not its pairs."""
+    run = untrained(LanguageModelConfig(max_length=6), "enwik8")
+    monkeypatch.setattr(Run, "prepared", Tokens(Stream(np.arange(14))))
+    assert [given.arguments[0].tolist()[0][0] for given in run.examples(length=100)] == [0, 6]
+    assert [len(given.tokens) for given in run.examples(length=4)] == [4, 4, 4]
+    for index in (2, -1):
+        with pytest.raises(ValueError, match=f"--index: expected 0 to 1, got {index}"):
+            run.of_split(index)
+    documents = Documents(np.arange(5), np.array([0, 2, 5]), 1)
+    pairs = np.array([[0, 1], [1, 0], [0, 0]])
+    monkeypatch.setattr(Run, "prepared", Tokens(Pairs(documents, pairs, np.zeros(3))))
+    assert len(list(untrained(MatcherConfig(max_length=6), "aan").examples())) == 2
+
+
+def test_errors_say_what_to_do(grid: Path, root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected the folder of a run"):
+        Run.open(tmp_path)
+    with pytest.raises(ValueError, match="RUNS: expected at least one folder"):
+        commands.explore(())
+    with pytest.raises(ValueError, match="--text, --input: expected one of them, got both"):
+        commands.explore((tmp_path,), text="a", input=tmp_path / "b")
+    with pytest.raises(ValueError, match="expected symbols of ListOps"):
+        open_run(grid, root).of_text("[MAX hello ]")
+    with pytest.raises(ValueError, match="expected at least one token"):
+        open_run(grid, root).of_text("")
+    with pytest.raises(ValueError, match="expected the folder of a comparison"):
+        comparison_page(tmp_path)
+    with pytest.raises(ValueError, match="--matrices: expected at least 0"):
+        commands.figures((grid,), tmp_path, matrices=-1)
+    for index in (100_000, -1):
+        with pytest.raises(ValueError, match=f"--index: expected 0 to 39, got {index}"):
+            open_run(grid, root).of_split(index)
+    for length in (0, -3):
+        with pytest.raises(ValueError, match=f"--length: expected at least 1, got {length}"):
+            open_run(grid, root).of_split(length=length)
+        with pytest.raises(ValueError, match=f"--length: expected at least 1, got {length}"):
+            open_run(grid, root).of_text("[MAX 1 2 ]", length)
+    with pytest.raises(ValueError, match="--length: expected enough for the bytes of 'é', got 1"):
+        untrained(ClassifierConfig(max_length=6), "imdb").of_text("é", 1)
+
+
+def test_torch_state_is_left_alone(grid: Path, root: Path) -> None:
+    """Looking draws no random numbers: what comes after does not change."""
+    run = open_run(grid, root)
+    assert run.model is run.model
+    state = torch.get_rng_state()
+    run.layers(run.of_split(0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_commands_parse() -> None:
+    """Their signatures and docstrings are what the command line shows."""
+    called: list[tuple[object, ...]] = []
+
+    def with_name(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def record(*args: object, **kwargs: object) -> None:
+            called.append((function.__name__, args, kwargs))
+
+        return record
+
+    table = {function.__name__: with_name(function) for function in (commands.figures, commands.explore)}
+    tyro.extras.subcommand_cli_from_dict(table, args=["explore", "a", "b", "--text", "x", "--length", "9"])
+    tyro.extras.subcommand_cli_from_dict(table, args=["figures", "a", "--matrices", "5"])
+    assert [name for name, *_ in called] == ["explore", "figures"]
+    assert "(PosixPath('a'), PosixPath('b'))" in repr(called[0])

@@ -1,0 +1,254 @@
+"""Two heads made one: exact where they are the same, better than leaving one out where they are not."""
+# mypy: disallow-untyped-calls=False
+# Transformers is typed in part.
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config, T5Model
+
+from mgk.hf import finetune, mean_loss, merge_heads
+from mgk.hf.models import MGKPreTrainedModel
+from mgk.merge.foreign import layers_of
+from mgk.merge.heads import pair_groups
+from mgk.nn import MixtureAttention
+from tests.hf.common import FOREIGN, foreign, inputs, make, same_weights
+
+OWN: dict[str, dict[str, Any]] = {
+    "language": {"cutoffs": ()},
+    "rotary": {"positions": "rotary", "norm": "pre", "cutoffs": ()},
+    "classifier": {},
+    "vision": {},
+}
+# Sums of a few hundred products of float64 numbers of the order of 1, through two layers.
+EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
+PARTS = ("query_proj", "key_proj", "value_proj")
+
+
+def own(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A softmax model of mgk in float64 with four heads, and its inputs."""
+    kind = "language" if name == "rotary" else name
+    model = make(kind, "softmax", heads=4, **OWN[name], **options).double()
+    batch = inputs(kind, 4)
+    return model, {n: x.double() if x.is_floating_point() else x for n, x in batch.items() if n != "labels"}
+
+
+def projections(model: Any) -> list[list[tuple[Tensor, Tensor | None]]]:
+    """Weights (in,out) and biases of query, key and value of every layer."""
+    if isinstance(model, MGKPreTrainedModel):
+        modules = [module for module in model.modules() if isinstance(module, MixtureAttention)]
+        return [[(getattr(m, part).weight.mT, getattr(m, part).bias) for part in PARTS] for m in modules]
+    return [layer.weights()[:3] for layer in layers_of(model)]
+
+
+@torch.no_grad()
+def twin(model: Any) -> None:
+    """Let the second half of the heads be the first once more; their outputs stay different."""
+    for layer in projections(model):
+        for weight, bias in layer:
+            half = weight.shape[1] // 2
+            weight[:, half:] = weight[:, :half]
+            if bias is not None:
+                bias[half:] = bias[:half]
+
+
+@torch.no_grad()
+def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """At real positions."""
+    found = model(**batch).logits
+    return found[batch["attention_mask"].bool()] if found.dim() == 3 and "attention_mask" in batch else found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_merging_equal_heads_changes_nothing(name: str) -> None:
+    model, batch = foreign(name)
+    twin(model)
+    small, report = merge_heads(model, [batch])
+    torch.testing.assert_close(logits(small, batch), logits(model, batch), **EXACT)
+    half = len(report.pairs[0])
+    assert all(pairs == [(i, i + half) for i in range(half)] for pairs in report.pairs)
+    assert report.affinity == pytest.approx([1, 1])
+    # Other inputs than those it was calibrated on: it is the same function, not the same on a few points.
+    other = {n: x.roll(1, -1) if n == "input_ids" else -x if n == "pixel_values" else x for n, x in batch.items()}
+    torch.testing.assert_close(logits(small, other), logits(model, other), **EXACT)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_merging_equal_heads_into_gaussians_is_exact_in_the_limit(name: str) -> None:
+    """Of small keys: the Gaussian's |k|^2 term, and so the error, has the square of their scale."""
+    model, batch = own(name)
+    twin(model)
+    expected = logits(model, batch)
+    coarse, fine, finest = (
+        float((logits(merge_heads(model, [batch], key_scale=scale)[0], batch) - expected).abs().max())
+        for scale in (1e-1, 1e-2, 1e-5)
+    )
+    assert 80 < coarse / fine < 125
+    assert finest < 1e-6  # logits of mgk's language models are float32
+    assert merge_heads(model, [batch])[0].config.attention == "mgk"
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, *OWN])
+def test_merging_is_nearer_than_dropping(name: str) -> None:
+    model, batch = own(name) if name in OWN else foreign(name)
+    expected = logits(model, batch)
+    near, far = (
+        (logits(merge_heads(model, [batch], method=method)[0], batch) - expected).square().mean()
+        for method in ("merge", "drop")
+    )
+    assert near < far
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-grouped", "language"])
+def test_the_report_counts_what_is_there(name: str) -> None:
+    model, batch = own(name) if name in OWN else foreign(name)
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    small, report = merge_heads(model, [batch])
+    assert all(torch.equal(before[n], x) for n, x in model.state_dict().items())  # the old model stays as it was
+    assert report.parameters == tuple(sum(p.numel() for p in m.parameters()) for m in (model, small))
+    assert report.parameters[1] < report.parameters[0]
+    with torch.no_grad():
+        caches = [m(**batch, use_cache=True).past_key_values for m in (model, small)]
+    tokens = batch["input_ids"].numel()
+    if name == "language":
+        held = [cache.bytes // 8 for cache in caches]
+    else:
+        held = [sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) for cache in caches]
+    assert [count // tokens for count in held] == list(report.cache)
+    assert report.cache[1] * 4 == report.cache[0] * 3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-grouped", "qwen2"])
+def test_a_merged_model_generates_with_its_cache(name: str) -> None:
+    model, batch = foreign(name)
+    small: Any = merge_heads(model, [batch])[0]
+    options: dict[str, Any] = {
+        "max_new_tokens": 4, "do_sample": False, "no_repeat_ngram_size": 1, "suppress_tokens": [0], "pad_token_id": 0,
+    }  # fmt: skip
+    expected = small.generate(**batch, use_cache=False, **options)
+    assert torch.equal(small.generate(**batch, **options), expected)
+    alone = {n: x[:1, 4:] for n, x in batch.items()}  # without its padding
+    assert torch.equal(small.generate(**alone, **options)[0, 8:], expected[0, 12:])
+
+
+@pytest.mark.parametrize("name", ["llama", "language"])
+def test_a_merged_model_keeps_how_it_generates(name: str) -> None:
+    model, batch = own(name) if name in OWN else foreign(name)
+    model.generation_config.update(eos_token_id=[2, 7], do_sample=True, temperature=0.6)
+    small: Any = merge_heads(model, [batch])[0]
+    assert small.generation_config.to_dict() == model.generation_config.to_dict()
+    assert small.generation_config is not model.generation_config
+
+
+def test_a_merged_classifier_keeps_its_kind_of_problem() -> None:
+    model, batch = own("classifier")
+    model.config.problem_type = "multi_label_classification"
+    assert merge_heads(model, [batch])[0].config.problem_type == "multi_label_classification"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_a_merged_model_cannot_do_is_an_error(name: str) -> None:
+    """Several texts in one row, a cache with as many heads for values as for keys, attention without mixtures."""
+    model, batch = foreign(name)
+    small: Any = merge_heads(model, [batch])[0]
+    tokens, packed = batch["input_ids"][1:2, :9], torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    small(tokens, position_ids=torch.arange(9)[None], use_cache=False)
+    with pytest.raises(ValueError, match="position_ids: expected one text in a row, counted up by 1, got several"):
+        small(tokens, position_ids=packed, use_cache=False)
+    with pytest.raises(ValueError, match="cache_implementation: expected 'dynamic' for this model, got 'static'"):
+        small.generate(**batch, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match="attn_implementation: expected 'mgk_mixture', got 'sdpa'"):
+        small.set_attn_implementation("sdpa")
+    small.set_attn_implementation("mgk_mixture")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_merged_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model, batch = foreign(name)
+    small, _ = merge_heads(model, [batch])
+    small.save_pretrained(tmp_path)
+    auto = {"bert": "AutoModelForSequenceClassification", "vit": "AutoModelForImageClassification"}
+    loaded: Any = getattr(transformers, auto.get(name, "AutoModelForCausalLM")).from_pretrained(tmp_path)
+    assert type(loaded) is type(small)
+    assert same_weights(loaded, small)
+    torch.testing.assert_close(logits(loaded, batch), logits(small, batch))
+
+
+def test_fine_tuning_lowers_the_loss_of_a_merged_model() -> None:
+    model, batch = foreign("gpt2")
+    batches = [batch | {"labels": batch["input_ids"]}]
+    small, _ = merge_heads(model, [batch])
+    before = mean_loss(small, batches)
+    seen: list[int] = []
+    losses = finetune(small, batches, steps=6, lr=1e-2, shown=lambda step, _: seen.append(step))
+    assert len(losses) == 6
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert mean_loss(small, batches) < before
+    with pytest.raises(ValueError, match="batches: expected a list, or as many as steps"):
+        finetune(small, iter(batches), steps=2)
+
+
+def test_fine_tuning_in_low_precision_sees_its_own_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast keeps the weights it narrowed: a context around all steps would train with those of the first."""
+    model, batch = foreign("llama-grouped")
+    model = model.float()
+    batches = [batch | {"labels": batch["input_ids"]}]
+    expected = finetune(copy.deepcopy(model), batches, steps=6, lr=1e-2)
+    module = importlib.import_module("mgk.merge.finetune")
+    monkeypatch.setattr(module, "autocast", lambda _: torch.autocast("cpu", torch.bfloat16))
+    got = finetune(model, batches, steps=6, lr=1e-2)
+    assert expected[0] - expected[-1] > 0.5
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2**-7, atol=0.0)
+
+
+def test_fine_tuning_moves_the_priors() -> None:
+    model, batch = foreign("llama-grouped")
+    small, _ = merge_heads(model, [batch])
+    before = {n: p.clone() for n, p in small.named_parameters() if n.endswith("mixture_log_prior")}
+    finetune(small, [batch | {"labels": batch["input_ids"]}], steps=1)
+    assert len(before) == 2
+    assert not any(torch.equal(p, before[n]) for n, p in small.named_parameters() if n in before)
+
+
+def test_the_best_partners_are_found() -> None:
+    """Greedy pairing takes (0,1) and is left with (2,3); an exchange finds what is better."""
+    affinity = torch.eye(4)
+    for a, b, value in ((0, 1, 0.9), (2, 3, 0.0), (0, 2, 0.8), (1, 3, 0.8), (0, 3, 0.1), (1, 2, 0.1)):
+        affinity[a, b] = affinity[b, a] = value
+    assert [found[:2] for found in pair_groups(affinity, 1)] == [(0, 2), (1, 3)]
+
+
+def test_query_heads_find_their_partners_within_groups() -> None:
+    affinity = torch.zeros(4, 4)
+    affinity[0, 3] = affinity[1, 2] = 1
+    assert pair_groups(affinity, 2) == [(0, 1, [(0, 3), (1, 2)])]
+
+
+def test_what_cannot_be_merged_is_an_error() -> None:
+    model, batch = foreign("gpt2")
+    with pytest.raises(ValueError, match="method: expected one of merge, drop"):
+        merge_heads(model, [batch], method="melt")
+    with pytest.raises(ValueError, match="batches: expected at least one"):
+        merge_heads(model, [])
+    with pytest.raises(ValueError, match="key_scale"):
+        merge_heads(model, [batch], key_scale=0)
+    with pytest.raises(ValueError, match="expected attention 'softmax', got 'smgk'"):
+        merge_heads(make("language"), [{"input_ids": batch["input_ids"]}])
+    settings: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    single = LlamaForCausalLM(LlamaConfig(**settings, num_key_value_heads=1, intermediate_size=8))
+    with pytest.raises(ValueError, match="even number of key heads"):
+        merge_heads(single, [batch])
+    window = MistralForCausalLM(MistralConfig(**settings, intermediate_size=8, num_key_value_heads=2, sliding_window=4))
+    with pytest.raises(ValueError, match="without a sliding window, got MistralAttention"):
+        merge_heads(window, [batch])
+    other = T5Model(T5Config(d_model=16, d_ff=8, num_layers=1, num_heads=2, vocab_size=30, d_kv=8))
+    with pytest.raises(ValueError, match="model: expected one with attention like that of GPT2"):
+        merge_heads(other, [batch])
