@@ -1,9 +1,6 @@
-"""One hypothesis profile for all tests: the same examples on every machine, and no clock. No test hears the tapes of
-another.
-"""
+"""One hypothesis profile for all tests: the same examples on every machine, and no clock."""
 
 import os
-import sys
 
 import pytest
 import torch
@@ -20,13 +17,6 @@ from tests.processes import quick_context
 
 settings.register_profile("repeatable", max_examples=25, deadline=None, derandomize=True, database=None)
 settings.load_profile("repeatable")
-
-
-@pytest.fixture(autouse=True)
-def no_tapes() -> None:
-    """Tests change constants that launchers depend on."""
-    if "mgk.ops.triton.repeat" in sys.modules:
-        sys.modules["mgk.ops.triton.repeat"].forget()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mgk.ops.triton import hopper, hopper_mixture, hopper_short
+from mgk.ops.triton import hopper, hopper_projected, hopper_short
 
 MEMORY = 233472  # what a multiprocessor has; each program takes 1,024 bytes more than it asks for
 
@@ -24,7 +24,7 @@ def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> An
     kernel, tile, thin = getattr(module, name), hopper.layout(width, 4), hopper.THIN.value
     constants: dict[str, Any] = {"CAUSAL": causal, "BEST": hard, **module.sizes(name, width)}
     constants["POSITIONS" if name == "key_kernel" else "EVEN"] = causal
-    queries, keys, projected = constants["BM"], constants["BN"], module is hopper_mixture
+    queries, keys, projected = constants["BM"], constants["BN"], module is hopper_projected
     other = queries if name == "key_kernel" else keys
     kinds = {
         "q_desc": descriptor(queries, width, tile, rank=4), "g_desc": descriptor(queries, width, tile, rank=4),
@@ -64,7 +64,7 @@ def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool =
 
 
 if __name__ == "__main__":
-    for module in [each for each in (hopper, hopper_mixture) if each.__name__.split(".")[-1] in sys.argv]:
+    for module in [each for each in (hopper, hopper_projected) if each.__name__.split(".")[-1] in sys.argv]:
         for name, width in module.SIZES:
             hard = (width != 128) == (name == "query_kernel")
             result = compiled(module, name, width, hard, causal=hard == (module is hopper))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mgk.ops import triton as package
 
-NAMES = "hopper", "hopper_mixture", "hopper_short"
+NAMES = "hopper", "hopper_projected", "hopper_short"
 PATIENCE = 60.0  # seconds until a wait is a deadlock
 
 
@@ -302,7 +302,7 @@ def read(name: str) -> Any:
     for function, replacement in ASSEMBLY.items():
         if hasattr(module, function):
             setattr(module, function, replacement)
-    for function, replacement in (("launch", launch), ("on_hopper", lambda tensor: True)):
+    for function, replacement in (("launch", launch),):
         if hasattr(module, function):
             setattr(module, function, replacement)
     return module

@@ -88,6 +88,6 @@ def take_the_place_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "device", machine.on)
     monkeypatch.setattr(JITFunction, "run", counting)
     monkeypatch.setattr(launching, "get_device", lambda tensor: tensor.get_device() + 1)  # the CPU is device 0 here
-    monkeypatch.setattr(launching, "plans", {})
+    monkeypatch.setattr(launching, "signatures", {})
     monkeypatch.setattr(launching, "integer_kinds", launching.IntegerKinds())
     return machine

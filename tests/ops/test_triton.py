@@ -23,11 +23,12 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
+from mgk.ops import dispatch
 from mgk.ops import triton as kernels
-from mgk.ops.triton import primitives
+from mgk.ops.dispatch import Tile, override
+from mgk.ops.triton import launch_shifted, operators, primitives
 from mgk.ops.triton.bias import spans
 from mgk.ops.triton.host import dropout_numbers
-from mgk.ops.triton.tiles import Tile, override
 
 # The kernels make infinities on purpose (the log of an empty sum); numpy, which the interpreter computes with, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -43,10 +44,12 @@ def small_tiles() -> Iterator[None]:
         "short forward": Tile(16, 32, 4, 1), "short backward": Tile(16, 32, 4, 1),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, strict_memory(), overflow_checked(False):
-        for family in ("shifted", "mixture"):
+        for family in ("shifted", "projected"):
             for kernel, tile in tiles.items():
                 patch.setitem(override, (family, kernel), tile)
+        dispatch.plan.cache_clear()
         yield
+    dispatch.plan.cache_clear()
 
 
 def incoming(output: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ def test_each_head_takes_its_road() -> None:
     inputs = heads_of_both_roads()
     there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
     none = (None, None, None, None)
-    far = kernels.shifted_forward(
+    far = operators.shifted_forward(
         there["query"], there["key"], there["shift"], there["value"], there["log_prior"], *none, CASE.D**0.5, False,
         False, 0.0, 0,
     )[-1]  # fmt: skip
@@ -169,7 +172,8 @@ def assert_low_precision(case: Case, dtype: torch.dtype, scale: float = 1.0) -> 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(variant: str, e_step: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SHORT", 0)
+    monkeypatch.setattr(dispatch, "SHORT", 0)
+    dispatch.plan.cache_clear()
     case = replace(CASE, variant=variant, e_step=e_step, masked=False, is_causal=True, Nq=40, Nk=40)
     assert_low_precision(case, dtype)
 
@@ -187,7 +191,8 @@ def test_low_precision(variant: str, e_step: str, dtype: torch.dtype, monkeypatc
 def test_the_nearest_component_is_found_in_low_precision(
     M: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "SHORT", 0)
+    monkeypatch.setattr(dispatch, "SHORT", 0)
+    dispatch.plan.cache_clear()
     case = replace(CASE, variant="smgk", e_step="hard", M=M, D=16, Dv=16, B=1, **options)
     assert_low_precision(case, torch.bfloat16)
 
@@ -219,13 +224,13 @@ SHORT = Case(B=2, H=2, M=2, Nq=40, Nk=40, D=16, Dv=16, prior="head", is_causal=T
 def test_short_sequences(case: Case, e_step: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program does a head: its gradients are as good as those of two kernels."""
     taken: list[bool] = []
-    short_gradients = kernels.short_gradients
+    short_backward = launch_shifted.short_backward
 
     def noted(*arguments: Any) -> Any:
         taken.append(True)
-        return short_gradients(*arguments)
+        return short_backward(*arguments)
 
-    monkeypatch.setattr(kernels, "short_gradients", noted)
+    monkeypatch.setattr(launch_shifted, "short_backward", noted)
     assert_low_precision(replace(case, e_step=e_step), torch.bfloat16, scale)
     assert taken
 
@@ -233,7 +238,8 @@ def test_short_sequences(case: Case, e_step: str, scale: float, monkeypatch: pyt
 @pytest.mark.parametrize("length", [256, 0])
 @pytest.mark.parametrize("e_step", E_STEPS)
 def test_queries_far_from_all_keys_in_low_precision(e_step: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SHORT", length)
+    monkeypatch.setattr(dispatch, "SHORT", length)
+    dispatch.plan.cache_clear()
     inputs = {name: tensor.detach().bfloat16() for name, tensor in far_from_all_keys("smgk").items()}
     exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", {"e_step": e_step})
     got = run(inputs, "triton", {"e_step": e_step})
@@ -246,7 +252,8 @@ def test_queries_far_from_all_keys_in_low_precision(e_step: str, length: int, mo
 def test_short_and_long_sequences_drop_the_same_weights(e_step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, results = replace(SHORT, e_step=e_step).inputs(torch.bfloat16), []
     for length in (256, 0):
-        monkeypatch.setattr(kernels, "SHORT", length)
+        monkeypatch.setattr(dispatch, "SHORT", length)
+        dispatch.plan.cache_clear()
         torch.manual_seed(5)
         results.append(run(inputs, "triton", {"e_step": e_step, "is_causal": True, "dropout_p": 0.3}))
     for name, one, other in zip(["output", *inputs], *results, strict=True):
@@ -290,7 +297,7 @@ def test_queries_far_from_all_keys(variant: str, e_step: str) -> None:
 def test_a_head_with_a_query_far_from_all_keys_is_left_to_the_second_launch() -> None:
     inputs = far_from_all_keys("smgk")
     there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
-    far = kernels.shifted_forward(
+    far = operators.shifted_forward(
         there["query"], there["key"], there["shift"], there["value"], there["log_prior"], None, None, None, None,
         CASE.D**0.5, True, False, 0.0, 0,
     )[-1]  # fmt: skip
@@ -337,7 +344,7 @@ def test_left_padding_is_no_misfit(variant: str) -> None:
     assert_close(inputs, {"key_mask": mask, "is_causal": True})
     if variant == "smgk":
         there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
-        far = kernels.shifted_forward(
+        far = operators.shifted_forward(
             there["query"], there["key"], there["shift"], there["value"], there["log_prior"], mask.to(DEVICE), None,
             None, None, CASE.D**0.5, False, True, 0.0, 0,
         )[-1]  # fmt: skip
@@ -460,9 +467,9 @@ def test_operators_pass_opcheck() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     rest = (None, None, None, None, 4.0, False, True, 0.0, 0)
     torch.library.opcheck(
-        kernels.shifted_forward.op, (query, key[:, :, 0].detach(), shift, value, prior, *rest), test_utils=tests
+        operators.shifted_forward.op, (query, key[:, :, 0].detach(), shift, value, prior, *rest), test_utils=tests
     )
-    torch.library.opcheck(kernels.mixture_forward.op, (query, key, value, prior, None, *rest), test_utils=tests)
+    torch.library.opcheck(operators.projected_forward.op, (query, key, value, prior, None, *rest), test_utils=tests)
 
 
 def test_flop_formulas() -> None:

@@ -19,10 +19,11 @@ from tests.ops.test_triton import assert_low_precision, run
 from tests.ops.triton_env import strict_memory
 
 # isort: split
-from mgk.ops import triton as kernels
+from mgk.ops import dispatch
+from mgk.ops.triton import launch_projected, launch_shifted, problem
 from tests.ops.gluon_emulator import NAMES, emulated
 
-HERE = kernels.GLUON and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HERE = problem.GLUON and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 CASE = Case(variant="smgk", B=1, H=2, M=2, Nq=256, Nk=256, D=64, Dv=64, prior="head", seed=3)
 # The log of an empty sum is infinite on purpose; numpy, which Triton's interpreter computes with, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -33,10 +34,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
     """Those with the kernels, or their emulations; fresh memory is NaN."""
     if not HERE:
         for name, module in zip(NAMES, emulated(), strict=True):
-            monkeypatch.setattr(kernels, name, module, raising=False)
-        monkeypatch.setattr(kernels, "GLUON", True)
+            for launcher in (launch_shifted, launch_projected):
+                monkeypatch.setattr(launcher, name, module, raising=False)
+        monkeypatch.setattr(problem, "GLUON", True)
+        monkeypatch.setattr(problem, "capability", lambda device: dispatch.HOPPER)
     with strict_memory():
-        yield tuple(getattr(kernels, name) for name in NAMES)
+        yield launch_shifted.hopper, launch_projected.hopper_projected, launch_shifted.hopper_short
 
 
 @pytest.fixture

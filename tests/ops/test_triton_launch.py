@@ -248,7 +248,7 @@ def test_a_length_that_grows_fills_no_memory(machine: Machine, monkeypatch: pyte
         assert machine.launches[-1][3][2] == length
     assert machine.asked == len(machine.compilations) == 3  # 1, multiples of 16, others
     assert len(launching.integer_kinds) <= 40
-    assert [len(plan.compiled) for plan in launching.plans.values()] == [3]
+    assert [len(signature.compiled) for signature in launching.signatures.values()] == [3]
 
 
 def test_tensors_choose_the_device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_tensors_by_keyword_are_left_to_triton(machine: Machine) -> None:
         launch(kernel, (1,), MEMORY, B=memory, n=5, m=32, scale=0.5, flag=True, C=3)
     assert machine.asked == 2
     assert machine.launches[0][0] != machine.launches[1][0]
-    assert not any(plan.compiled for plan in launching.plans.values())
+    assert not any(signature.compiled for signature in launching.signatures.values())
 
 
 def test_a_call_that_does_not_fit_is_tritons_to_refuse(machine: Machine) -> None:

@@ -20,9 +20,11 @@ from tests.ops.test_precision import eager
 from tests.ops.triton_env import DEVICE, assert_graph_follows, overflow_checked, rounded_exponent, strict_memory
 
 # isort: split
+from mgk.ops import dispatch
 from mgk.ops import triton as kernels
+from mgk.ops.dispatch import Tile, override
+from mgk.ops.triton import operators
 from mgk.ops.triton.bias import spans
-from mgk.ops.triton.tiles import Tile, override
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # see test_triton.py
 
@@ -38,10 +40,12 @@ def small_tiles() -> Iterator[None]:
     """Small inputs cross several tiles; fresh memory is NaN."""
     tiles = {"forward": Tile(32, 16, 4, 1), "query": Tile(32, 16, 4, 1), "key": Tile(16, 32, 4, 1)}
     with pytest.MonkeyPatch.context() as patch, strict_memory(), overflow_checked(False):
-        for family in ("shifted", "mixture"):
+        for family in ("shifted", "projected"):
             for kernel, tile in tiles.items():
                 patch.setitem(override, (family, kernel), tile)
+        dispatch.plan.cache_clear()
         yield
+    dispatch.plan.cache_clear()
 
 
 def ends_of(lengths: tuple[int, ...]) -> Tensor:
@@ -163,7 +167,7 @@ def test_one_head_of_one_sequence_reaches_far(variant: str) -> None:
     if variant == "smgk":
         there = [inputs[name].to(DEVICE) for name in ("query", "key", "shift", "value", "log_prior")]
         ends = ends_of(LENGTHS).to(DEVICE)
-        *_, far = kernels.shifted_forward(*there, None, None, None, ends, 4.0, False, False, 0.0, LONGEST)
+        *_, far = operators.shifted_forward(*there, None, None, None, ends, 4.0, False, False, 0.0, LONGEST)
         assert far[:, 0].nonzero().flatten().tolist() == [5]  # third sequence, second head
         assert far[:, 1].nonzero().flatten().tolist() == [0]
 
@@ -205,7 +209,8 @@ def test_the_padded_batch_drops_the_same_weights(
     variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit: a sequence has the same tiles, whether its rows are packed or padded."""
-    monkeypatch.setattr(kernels, "SHORT", 0)
+    monkeypatch.setattr(dispatch, "SHORT", 0)
+    dispatch.plan.cache_clear()
     inputs, used = numbers(replace(CASE, H=2, variant=variant, prior="head"), dtype), sum(LENGTHS)
     mask = torch.arange(LONGEST)[None] < torch.tensor(LENGTHS)[:, None]  # (B,N)
     places = mask.flatten().nonzero().flatten()
@@ -290,8 +295,8 @@ def test_operators_pass_opcheck(variant: str) -> None:
     own = () if variant == "smgk" else (torch.ones(1, 2, device=DEVICE, requires_grad=True),)
     tensors = *(leaves[name] for name in names if name in leaves), *own, None, None, None, ends_of(LENGTHS).to(DEVICE)
     rest = 4.0, False, True, 0.0, LONGEST
-    forward: Any = kernels.shifted_forward if variant == "smgk" else kernels.mixture_forward
-    backward: Any = kernels.shifted_backward if variant == "smgk" else kernels.mixture_backward
+    forward: Any = operators.shifted_forward if variant == "smgk" else operators.projected_forward
+    backward: Any = operators.shifted_backward if variant == "smgk" else operators.projected_backward
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(forward.op, (*tensors, *rest), test_utils=tests)
     results = forward(*tensors, *rest)

@@ -6,25 +6,24 @@ B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width
 from __future__ import annotations
 
 import importlib.util
+import warnings
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from mgk.ops import arguments as check
-from mgk.ops import blockwise, reference
-from mgk.ops.common import MAX_QUERIES, compute_dtype, shifted_keys, without_autocast
-from mgk.ops.operator import is_watched
+from mgk.ops import blockwise, dispatch, reference
+from mgk.ops.common import compute_dtype, shifted_keys, without_autocast
+from mgk.ops.dispatch import IMPLEMENTATIONS, TRITON_WIDTH
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TRITON_WIDTH = 256
 
 
 def mgk_attention(
@@ -267,32 +266,10 @@ def update_components(
         return new_key + centre[:, :, None], new_variance
 
 
-def small_kernels(x: Tensor) -> bool:
-    """Whether kernels of our own may stand for some of PyTorch's operators: on a GPU, where no compiler fuses those."""
-    return x.is_cuda and HAS_TRITON and not torch.compiler.is_compiling()
-
-
 def takes_rows(x: Tensor, width: int, impl: str) -> bool:
     """Whether `rows_attention` has kernels for heads of this width, of what is made of x."""
     fits = x.dtype in TRITON_DTYPES and width <= TRITON_WIDTH
     return HAS_TRITON and fits and (impl == "triton" or (impl == "auto" and x.is_cuda))
-
-
-def takes_layer(x: Tensor, parameters: list[Tensor], dtype: torch.dtype, width: int, impl: str) -> bool:
-    """Whether all of a self-attention is one step on a GPU: its kernels fit, and nobody wants to see parts of it.
-
-    It computes the gradients of all parameters or of none.
-    """
-    few = x.shape[-2] <= MAX_QUERIES and not torch.is_grad_enabled()  # which have kernels of their own
-    return (
-        takes_rows(x, width, impl)
-        and dtype in TRITON_DTYPES
-        and x.numel() > 0
-        and not few
-        and not is_watched((x, *parameters))
-        and peek_interpreter_stack() is None
-        and (not torch.is_grad_enabled() or all(each.requires_grad for each in parameters))
-    )
 
 
 def rows_attention(
@@ -321,19 +298,25 @@ def rows_attention(
 
 
 def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
-    """The module that does the work. "auto" is blockwise on a CPU, Triton on CUDA where it applies, else reference."""
+    """The module that does the work. Where "auto" is left with the dense formula, it warns once and says why."""
     check.check_choice("impl", impl, IMPLEMENTATIONS)
-    if impl == "auto":
-        fits = query.dtype in TRITON_DTYPES and max(query.shape[-1], value.shape[-1]) <= TRITON_WIDTH
-        on_gpu = query.device.type == "cuda" and HAS_TRITON
-        elsewhere = "triton" if on_gpu and fits else "reference"
-        impl = "blockwise" if query.device.type == "cpu" else elsewhere
-    if impl == "triton":  # not loaded before it is needed
+    width, dtype = max(query.shape[-1], value.shape[-1]), str(query.dtype).removeprefix("torch.")
+    name, reason = dispatch.implementation(impl, query.device.type, dtype, width, HAS_TRITON)
+    if name == "reference" and impl == "auto" and query.device.type != "meta":
+        warn_dense(reason)
+    if name == "triton":  # not loaded before it is needed
         from mgk.ops import triton
 
         triton.require_support(query, value)
         return triton
-    return reference if impl == "reference" else blockwise
+    return reference if name == "reference" else blockwise
+
+
+@cache
+def warn_dense(reason: str) -> None:
+    """Once for each reason."""
+    message = f"impl='auto' takes the dense reference implementation, in O(N^2) memory: {reason}"
+    warnings.warn(message, stacklevel=4)
 
 
 def _options(
@@ -360,3 +343,11 @@ def _options(
 
 def _component_keys(key: Tensor, shift: Tensor | None) -> Tensor:
     return key if shift is None else shifted_keys(key, shift)
+
+
+def small_kernels(x: Tensor) -> bool:
+    return False
+
+
+def takes_layer(*_: object) -> bool:
+    return False

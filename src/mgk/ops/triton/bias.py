@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mgk.ops.triton.host import as_bytes, block_width
+from mgk.ops.dispatch import block_width
+from mgk.ops.triton.host import as_bytes
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import FIELDS, LOG2E, NEVER, finite, load_tile, sequence
 

@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mgk.ops.dispatch import block_width
 from mgk.ops.operator import operator
-from mgk.ops.triton.host import block_width, dot_precision
+from mgk.ops.triton.host import dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile, store_tile
-from mgk.ops.triton.repeat import repeated
 
 MAX_WIDTH = 256
 SPLIT, SPLITS = 4096, 8  # tokens of a split at least, and how many of them at most
@@ -201,7 +201,6 @@ def split(num_tokens: int, block: int) -> tuple[int, int]:
 
 
 @operator("cross_entropy")
-@repeated
 def cross_entropy_forward(
     x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -223,7 +222,6 @@ def cross_entropy_results(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @operator("cross_entropy_backward")
-@repeated
 def cross_entropy_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ Triton's interpreter does not run Gluon: without a GPU the tests run these kerne
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mgk.ops.triton.launch import launch
+
+if TYPE_CHECKING:
+    from mgk.ops.triton.launch_shifted import Saved
+    from mgk.ops.triton.problem import Problem
 
 copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.7
 BLOCK = 128  # queries or keys of a program, half of them for each of the two warp groups that compute
@@ -612,28 +616,6 @@ def key_kernel(
         )  # fmt: skip
 
 
-def fits(narrowest: int, components: int, *tensors: Tensor) -> bool:
-    """Whether these kernels take query, key, value and what else is read in tiles, in heads of `narrowest` to 128; none
-    have masks or dropout.
-    """
-    query, key, value = tensors[:3]
-    return (
-        components == 2
-        and query.dtype == torch.bfloat16
-        and query.shape[-1] == value.shape[-1]
-        and query.shape[-1] in (32, 64, 128)
-        and query.shape[-1] >= narrowest
-        and min(query.shape[2], key.shape[-2]) >= BLOCK
-        and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        and all(0 < stride < 2**31 and stride % 8 == 0 for tensor in tensors for stride in tensor.stride()[:-1])
-        and on_hopper(query)
-    )
-
-
-def on_hopper(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) == (9, 0)
-
-
 def sizes(name: str, width: int) -> dict[str, Any]:
     other, stages, early = SIZES[name, width]
     queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
@@ -676,57 +658,57 @@ def strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:-1]]
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, narrow_keys: Tensor, output: Tensor, rows: Tensor, far: Tensor,
-    scale: float, hard: bool, causal: bool, section: int,
-) -> None:  # fmt: skip
-    """Output and LSE of the heads that do not reach far; those found to on the way are marked."""
-    size = sizes("forward_kernel", query.shape[-1])
+def forward(p: Problem, saved: Saved) -> None:
+    """Output and log-sum-exp of the heads that fit; heads that are found not to are flagged."""
+    output, rows, _, factors, overflow = saved
+    size, query, key = sizes("forward_kernel", p.width), p.query, p.key
     keys = size["BN"]
     run(
-        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(key, keys), tiles(value, keys),
-        lines(narrow_keys, keys, ROW16), output, rows, far, scale, *strides(output), far.shape[0], section,
-        query.shape[1], query.shape[2], key.shape[2], rows.shape[-1], narrow_keys.shape[-1], **size,
-        EVEN=even(query, key), CAUSAL=causal, BEST=hard,
+        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(key, keys), tiles(p.value, keys),
+        lines(factors, keys, ROW16), output, rows, overflow, p.numbers[0], *strides(output), p.groups, p.section,
+        p.heads, query.shape[2], key.shape[2], rows.shape[-1], factors.shape[-1], **size, EVEN=even(query, key),
+        CAUSAL=p.causal, BEST=p.hard,
     )  # fmt: skip
 
 
 def query_side(
-    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, output: Tensor, rows: Tensor,
-    narrow_keys: Tensor, key_columns: Tensor, row_columns: Tensor | None, far: Tensor, known: Tensor,
-    grad_query: Tensor, part: Tensor, scale: float, inverse_variance: float, hard: bool, causal: bool, section: int,
+    p: Problem, saved: Saved, grad: Tensor, columns_: tuple[Tensor | None, Tensor | None], row_stats: Tensor,
+    grad_query: Tensor, part: Tensor,
 ) -> None:  # fmt: skip
-    """dq, `known` as vectors along the queries, and the first of `part`, of the heads that do not reach far."""
-    size = sizes("query_kernel", query.shape[-1])
+    """dq, `row_stats` as vectors along the queries, and the first entries of `part`, of the heads that fit."""
+    output, rows, _, factors, overflow = saved
+    (key_columns, row_columns), query, key = columns_, p.query, p.key
+    size = sizes("query_kernel", p.width)
     keys = size["BN"]
-    weights = lines(narrow_keys, keys, ROW16)
+    weights = lines(factors, keys, ROW16)
     run(
         query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, keys),
-        tiles(value, keys), weights if hard else columns(key_columns, keys), weights,
-        lines(key_columns, keys, ROW16) if hard else weights, shift, output, rows, far, known,
-        known.view(torch.bfloat16), narrow_keys if row_columns is None else row_columns, grad_query, part, scale,
-        inverse_variance, *strides(output, grad_query), far.shape[0], section, query.shape[1], query.shape[2],
-        key.shape[2], rows.shape[-1], narrow_keys.shape[-1], part.shape[2], known.shape[-1], **size,
-        EVEN=even(query, key), CAUSAL=causal, BEST=hard,
+        tiles(p.value, keys), weights if p.hard else columns(key_columns, keys), weights,
+        lines(key_columns, keys, ROW16) if p.hard else weights, p.shift, output, rows, overflow, row_stats,
+        row_stats.view(torch.bfloat16), factors if row_columns is None else row_columns, grad_query, part,
+        p.numbers[0], 1 / p.variance, *strides(output, grad_query), p.groups, p.section, p.heads, query.shape[2],
+        key.shape[2], rows.shape[-1], factors.shape[-1], part.shape[2], row_stats.shape[-1], **size,
+        EVEN=even(query, key), CAUSAL=p.causal, BEST=p.hard,
     )  # fmt: skip
 
 
 def key_side(
-    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, keys: Tensor, row_columns: Tensor | None,
-    far: Tensor, known: Tensor, grad_key: Tensor, grad_value: Tensor, grad_bias: Tensor, part: Tensor, scale: float,
-    inverse_variance: float, hard: bool, causal: bool, section: int, positions: int,
+    p: Problem, saved: Saved, grad: Tensor, row_columns: Tensor | None, row_stats: Tensor, grads: list[Tensor],
+    part: Tensor,
 ) -> None:  # fmt: skip
-    """dk, dv, those of a prior per position and the rest of `part`, of the heads that do not reach far."""
-    size = sizes("key_kernel", query.shape[-1])
+    """dk, dv, the gradient of a prior per position and the rest of `part`, of the heads that fit."""
+    _, _, keys, _, overflow = saved
+    _, grad_key, grad_value, grad_bias = grads
+    size, query, key = sizes("key_kernel", p.width), p.query, p.key
     queries = size["BM"]
-    groups, length, _ = known.shape
-    vectors = lines(known.view(groups, -1, length), queries, ROW32)
-    narrow = lines(known.view(torch.bfloat16).view(groups, -1, length), queries, ROW16)
+    groups, length, _ = row_stats.shape
+    vectors = lines(row_stats.view(groups, -1, length), queries, ROW32)
+    narrow = lines(row_stats.view(torch.bfloat16).view(groups, -1, length), queries, ROW16)
     run(
         key_kernel, key.shape[2], BLOCK, query, tiles(query, queries), tiles(grad, queries), tiles(key, BLOCK),
-        tiles(value, BLOCK), vectors if row_columns is None else columns(row_columns, queries), vectors, narrow, shift,
-        keys, far, grad_key, grad_value, grad_bias, part, scale, inverse_variance, *strides(grad_key, grad_value),
-        far.shape[0], section, query.shape[1], query.shape[2], key.shape[2], positions, length, keys.shape[-1],
-        length // HALF.value, part.shape[2], known.shape[-1], **size, CAUSAL=causal, BEST=hard,
-        POSITIONS=grad_bias.dim() > 1,
+        tiles(p.value, BLOCK), vectors if row_columns is None else columns(row_columns, queries), vectors, narrow,
+        p.shift, keys, overflow, grad_key, grad_value, grad_bias, part, p.numbers[0], 1 / p.variance,
+        *strides(grad_key, grad_value), groups, p.section, p.heads, query.shape[2], key.shape[2], p.positions, length,
+        keys.shape[-1], length // HALF.value, part.shape[2], row_stats.shape[-1], **size, CAUSAL=p.causal,
+        BEST=p.hard, POSITIONS=grad_bias.dim() > 1,
     )  # fmt: skip

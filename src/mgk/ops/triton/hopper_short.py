@@ -13,9 +13,8 @@ that wins. Two components, bfloat16; heads that reach far, masks, dropout and ot
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,14 +24,17 @@ from mgk.ops.triton import bias, primitives
 from mgk.ops.triton.hopper import (
     column_of,
     is_spoilt,
-    on_hopper,
     range_of,
     run,
     seen_keys,
     strides,
     where_larger,
 )
-from mgk.ops.triton.hopper_mixture import without
+from mgk.ops.triton.hopper_projected import without
+
+if TYPE_CHECKING:
+    from mgk.ops.triton.launch_shifted import Saved
+    from mgk.ops.triton.problem import Problem
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # before a loop, or the compiler puts one into it
 BLOCK = gl.constexpr(64)  # queries or keys of a tile, 16 for each warp
@@ -406,53 +408,36 @@ def backward_kernel(
         query_side(shared, place_of(DQ, i_b, i_h, sxb, sxh), numbers, D, TQ, CAUSAL, EVEN, BEST)
 
 
-def fits(components: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Of short sequences; none have masks or dropout."""
-    return (
-        components == 2
-        and query.dtype == torch.bfloat16
-        and query.shape[-1] == value.shape[-1]
-        and query.shape[-1] in WIDTHS
-        and min(query.shape[2], key.shape[2]) > 0
-        and on_hopper(query)
-    )
-
-
 def registers(name: str, width: int) -> int:
     """What lets three programs share a multiprocessor; where shared memory has room for two, as many as there are."""
     return 255 if name == "backward_kernel" and width > 16 else 168
 
 
-def common(name: str, query: Tensor, key: Tensor, hard: bool, causal: bool) -> dict[str, Any]:
-    width, block = query.shape[-1], BLOCK.value
+def constants(name: str, p: Problem) -> dict[str, Any]:
+    width, block = p.width, BLOCK.value
     return {
-        "D": width, "TQ": -(-query.shape[2] // block), "TK": -(-key.shape[2] // block), "CAUSAL": causal,
-        "EVEN": key.shape[2] % block == 0, "BEST": hard, "maxnreg": registers(name, width),
+        "D": width, "TQ": -(-p.query.shape[2] // block), "TK": -(-p.key.shape[2] // block), "CAUSAL": p.causal,
+        "EVEN": p.key.shape[2] % block == 0, "BEST": p.hard, "maxnreg": registers(name, width),
     }  # fmt: skip
 
 
-def forward(
-    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, keys: Tensor, output: Tensor,
-    rows: Tensor, far: Tensor, scale: float, inverse_variance: float, hard: bool, causal: bool,
-) -> None:  # fmt: skip
-    """Output, and what `backward` needs, of the heads that do not reach far; the others are marked."""
+def forward(p: Problem, log_prior: Tensor | None, saved: Saved) -> None:
+    """Output, and what `backward` needs, of the heads that fit; the others are flagged."""
+    output, rows, keys, _, overflow = saved
     run(
-        forward_kernel, 1, 1, query, query, key, shift, value, log_prior, keys, output, rows, far, scale,
-        inverse_variance, *strides(query, key, value, output), query.shape[1], query.shape[2], key.shape[2],
-        rows.shape[-1], keys.shape[-1], PRIOR_AXES=0 if log_prior is None else log_prior.dim(),
-        **common("forward_kernel", query, key, hard, causal),
+        forward_kernel, 1, 1, p.query, p.query, p.key, p.shift, p.value, log_prior, keys, output, rows, overflow,
+        p.numbers[0], 1 / p.variance, *strides(p.query, p.key, p.value, output), p.heads, p.query.shape[2],
+        p.key.shape[2], rows.shape[-1], keys.shape[-1], PRIOR_AXES=0 if log_prior is None else log_prior.dim(),
+        **constants("forward_kernel", p),
     )  # fmt: skip
 
 
-def backward(
-    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, keys: Tensor, output: Tensor, rows: Tensor,
-    far: Tensor, grads: list[Tensor], grad_bias: Tensor, part: Tensor, scale: float, inverse_variance: float,
-    hard: bool, causal: bool,
-) -> None:  # fmt: skip
-    """Gradients of the heads that do not reach far, as those of short.py."""
+def backward(p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor], part: Tensor) -> None:
+    """Gradients of the heads that fit, as those of short.py."""
+    output, rows, keys, _, overflow = saved
     run(
-        backward_kernel, 1, 1, query, query, key, shift, value, keys, output, rows, far, grad, *grads, grad_bias, part,
-        scale, inverse_variance, *strides(query, key, value, output, grad, *grads), query.shape[1], query.shape[2],
-        key.shape[2], rows.shape[-1], keys.shape[-1], POSITIONS=grad_bias.dim() > 1,
-        **common("backward_kernel", query, key, hard, causal),
+        backward_kernel, 1, 1, p.query, p.query, p.key, p.shift, p.value, keys, output, rows, overflow, grad, *grads,
+        part, p.numbers[0], 1 / p.variance, *strides(p.query, p.key, p.value, output, grad, *grads[:3]), p.heads,
+        p.query.shape[2], p.key.shape[2], rows.shape[-1], keys.shape[-1], POSITIONS=grads[3].dim() > 1,
+        **constants("backward_kernel", p),
     )  # fmt: skip

@@ -15,11 +15,6 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 
 
-def block_width(width: int) -> int:
-    """A product wants powers of two, and 16 of everything."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def dot_precision() -> str:
     """Float32 products are exact unless the user allowed TF32 for matrix products."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -1,22 +1,20 @@
-"""Launching a kernel for the second time without asking Triton again which one it is.
+"""Launch a kernel, and find it again without asking Triton when the same kind of call comes back.
 
-For every launch Triton binds, types and specialises each argument to find the compiled kernel, which for the fifty to
-eighty arguments of ours takes longer than many a kernel runs. Here a cheaper key, as fine as Triton's, finds it again:
+For every launch Triton binds, types and specialises each argument to find the compiled kernel, which takes longer than
+many of our kernels run. Here a cheaper key, as fine as Triton's, finds it again. Arguments, and the entries of those
+that are tuples, contribute to the key
 
-- of a tensor its dtype and whether its address is a multiple of 16; of None, a float or a bool the type alone,
-- of an integer whether it is 1, whether it is a multiple of 16 and how many bits it needs: a length that grows with
-  every step of decoding makes no new keys,
-- of a host's tensor descriptor its dtype, block shape and layout; of a `tl.constexpr` or an option (`num_warps`) its
-  value,
-- the device, and those of Triton's settings that go into its own key.
+- a tensor: its dtype, and whether its address is a multiple of 16; None, a float or a bool: the type alone,
+- an integer: whether it is 1, whether it is a multiple of 16 and how many bits it needs, so that a length that grows
+  with every decoding step makes no new keys,
+- a tensor descriptor: its dtype, block shape and layout; a `tl.constexpr` or an option (`num_warps`): its value,
+- the device, and those of Triton's settings that are part of its own key.
 
-A new key, and whatever is not known to be safe, takes the ordinary road through Triton.
+A new key, and whatever is not known to be safe, is launched by Triton itself.
 """
 
 from __future__ import annotations
 
-import threading
-from contextlib import nullcontext
 from functools import reduce
 from inspect import Parameter
 from operator import attrgetter, itemgetter, or_
@@ -31,8 +29,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# The Triton whose key and whose launcher this is; to be compared again (JITFunction.run) before a newer one is added.
-# AMD's also looks at the size of a tensor's memory.
+# The Triton versions whose key and launcher this repeats. Compare JITFunction.run again before adding a newer one.
+# On AMD GPUs the key also contains the size of a tensor's memory.
 KNOWN = triton.__version__.split(".")[:2] in [["3", str(minor)] for minor in range(6, 10)] and not torch.version.hip
 SETTINGS = ["runtime.debug", "compilation.instrumentation_mode"]
 if KNOWN and hasattr(knobs.compilation, "fpsan_homomorphic_casts"):
@@ -46,62 +44,66 @@ if KNOWN:
     from triton.experimental.gluon.nvidia import hopper
 
     KERNELS, DESCRIPTORS = (*KERNELS, GluonJITFunction), (*DESCRIPTORS, hopper.TensorDescriptor)
+KINDS = (int, float, bool, NoneType, *DESCRIPTORS)
 settings, dtype, address, get_device = attrgetter(*SETTINGS), attrgetter("dtype"), Tensor.data_ptr, Tensor.get_device
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) -> None:
-    """`kernel[grid](*args, **constants)` on the device that has the tensors.
+    """Call `kernel[grid](*args, **constants)` on the device that holds the tensors.
 
-    Every launch calls Triton's launch hooks. What a repeated one leaves out are Triton's check that the globals which
-    the kernel reads are what they were when it was compiled, and the driver's that it knows each address.
+    Every launch calls Triton's launch hooks. A launch that is found again skips two checks: Triton's, that the globals
+    which the kernel reads have not changed since it was compiled, and the driver's, that it knows each address.
     """
-    plan = plan_of(kernel, args, constants)
-    tensors = plan.tensors(args) if plan else ()
+    signature = signature_of(kernel, args, constants)
+    values = flatten(args) if signature else []
+    tensors = signature.tensors(values) if signature else ()
     devices = set(map(get_device, tensors))
-    if plan is None or len(devices) != 1 or -1 in devices:  # Triton knows what to say to tensors on the CPU
-        ordinary(kernel, grid, args, constants)
+    if signature is None or len(devices) != 1 or -1 in devices:  # Triton has an error for tensors on the CPU
+        kernel[grid](*args, **constants)
         return
     (device,), driver = devices, triton.runtime.driver.active
     if device != driver.get_current_device():
         with torch.cuda.device(device):
             launch(kernel, grid, *args, **constants)
         return
-    if not plan.direct or kernel.pre_run_hooks or knobs.runtime.add_stages_inspection_hook is not None:
-        ordinary(kernel, grid, args, constants)
+    if not signature.direct or kernel.pre_run_hooks or knobs.runtime.add_stages_inspection_hook is not None:
+        kernel[grid](*args, **constants)
         return
-    addresses, values = tuple(map(address, tensors)), tuple(constants.values())
+    addresses = tuple(map(address, tensors))
     key = (
-        device, kernel.debug, settings(knobs), values, plan.constants(args), tuple(map(dtype, tensors)),
-        reduce(or_, addresses) % 16 and tuple([each % 16 == 0 for each in addresses]),
-        tuple(map(integer_kinds.__getitem__, plan.integers(args))),
-        plan.descriptors and tuple([descriptor_key(args[place]) for place in plan.descriptors]),
+        device, kernel.debug, settings(knobs), tuple(constants.values()), tuple(signature.constants(values)),
+        tuple(map(dtype, tensors)), reduce(or_, addresses) % 16 and tuple([each % 16 == 0 for each in addresses]),
+        tuple(map(integer_kinds.__getitem__, signature.integers(values))),
+        signature.descriptors and tuple([descriptor_key(values[place]) for place in signature.descriptors]),
     )  # fmt: skip
-    found = plan.compiled.get(key)
+    found = signature.compiled.get(key)
     if found is None:
-        compiled = ordinary(kernel, grid, args, constants)
+        compiled = kernel[grid](*args, **constants)
         if isinstance(compiled, CompiledKernel):
-            plan.compiled[key] = compiled, [constants.get(each.name, each.default) for each in plan.rest]
+            signature.compiled[key] = compiled, [constants.get(each.name, each.default) for each in signature.rest]
         return
-    (compiled, rest), blocks, first = found, (*grid, 1, 1)[:3], list(args)
-    for place, pointer in zip(plan.places, addresses, strict=True):
-        first[place] = pointer
+    (compiled, rest), blocks = found, (*grid, 1, 1)[:3]
+    for place, pointer in zip(signature.places, addresses, strict=True):
+        values[place] = pointer
+    first = values if signature.slices is None else [
+        tuple(values[part]) if isinstance(part, slice) else values[part] for part in signature.slices
+    ]  # fmt: skip
     if has_hooks():
         compiled[blocks](*first, *rest)
     else:  # the same, without preparing for hooks
-        run(compiled, blocks, driver.get_current_stream(device), [*first, *rest])
-    if recording.writer is not None:
-        recording.writer.launched(compiled, blocks, device, args, rest)
+        stream, function = driver.get_current_stream(device), compiled.function
+        compiled.run(*blocks, stream, function, compiled.packed_metadata, None, None, None, *first, *rest)
 
 
-def ordinary(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """The launch that Triton itself does; what it returns."""
-    with nullcontext() if recording.writer is None else recording.writer.launching(kernel, grid, args, constants):
-        return kernel[grid](*args, **constants)
-
-
-def run(compiled: CompiledKernel, blocks: tuple[int, ...], stream: int, args: list[Any]) -> None:
-    """With addresses for tensors, and without hooks."""
-    compiled.run(*blocks, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+def flatten(args: tuple[Any, ...]) -> list[Any]:
+    """The arguments, with the entries of tuples in place of these."""
+    result: list[Any] = []
+    for each in args:
+        if type(each) is tuple:
+            result += each
+        else:
+            result.append(each)
+    return result
 
 
 def has_hooks() -> bool:
@@ -109,56 +111,55 @@ def has_hooks() -> bool:
     return bool(getattr(hooks[0], "calls", hooks[0]) or getattr(hooks[1], "calls", hooks[1]))
 
 
-class Recording(threading.local):
-    """Who writes down the launches of this thread, if anybody; see repeat.py."""
+class Signature:
+    """Where calls of a kernel with arguments of these types, and keywords of these names, have what.
 
-    writer: Any = None
-
-
-recording = Recording()
-
-
-class Plan:
-    """Where calls of a kernel with arguments of these types and keywords of these names have what.
-
-    `tensors` (at `places`), `integers` and `constants` pick these from the positional arguments, `descriptors` are
-    places, and `rest` are the parameters that have a keyword or their default.
+    `tensors` (at `places`), `integers` and `constants` pick these from the flattened positional arguments,
+    `descriptors` are places among them, `slices` puts tuples together again, and `rest` are the parameters that have a
+    keyword or their default.
     """
 
-    def __init__(self, kernel: Any, types: tuple[type, ...], names: tuple[str, ...]) -> None:
-        self.kernel = kernel  # keeps it, and so the id by which the plan is found
+    def __init__(self, kernel: Any, types: tuple[Any, ...], names: tuple[str, ...]) -> None:
+        self.kernel = kernel  # keeps it alive, and so the id by which this is found
         self.compiled: dict[Any, tuple[CompiledKernel, list[Any]]] = {}
         parameters = list(kernel.signature.parameters.values())
         self.rest = parameters[len(types) :]
-        looked_at = {place: kind for place, kind in enumerate(types) if place not in kernel.constexprs}
-        self.places = [place for place, kind in looked_at.items() if issubclass(kind, Tensor)]
+        flat: list[tuple[type, bool]] = []  # type, and whether it is a constant
+        slices: list[slice | int] = []
+        for place, kind in enumerate(types):
+            start = len(flat)
+            flat += [(each, place in kernel.constexprs) for each in (kind if isinstance(kind, tuple) else (kind,))]
+            slices.append(slice(start, len(flat)) if isinstance(kind, tuple) else start)
+        self.slices = slices if any(isinstance(part, slice) for part in slices) else None
+        variable = {place: kind for place, (kind, constant) in enumerate(flat) if not constant}
+        self.places = [place for place, kind in variable.items() if issubclass(kind, Tensor)]
         self.tensors = pick(self.places)
-        self.integers = pick([place for place, kind in looked_at.items() if kind is int])
-        self.constants = pick([place for place in range(len(types)) if place not in looked_at])
-        self.descriptors = tuple(place for place, kind in looked_at.items() if kind in DESCRIPTORS)
+        self.integers = pick([place for place, kind in variable.items() if kind is int])
+        self.constants = pick([place for place in range(len(flat)) if place not in variable])
+        self.descriptors = tuple(place for place, kind in variable.items() if kind in DESCRIPTORS)
         self.direct = (
             KNOWN
             and kernel.launch_metadata is None  # it would want the tensors, not their addresses
-            and all(issubclass(kind, Tensor) or kind in KINDS for kind in looked_at.values())
+            and all(issubclass(kind, Tensor) or kind in KINDS for kind in variable.values())
             and all(kernel.arg_names.index(name) in kernel.constexprs for name in names if name in kernel.arg_names)
             and all(parameter.kind is not Parameter.VAR_POSITIONAL for parameter in parameters)
         )
 
 
-def plan_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Plan | None:
+def signature_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Signature | None:
     """None for Triton's interpreter."""
     if type(kernel) not in KERNELS:
         return None
-    call = id(kernel), tuple(map(type, args)), tuple(constants)
-    return plans.get(call) or plans.setdefault(call, Plan(kernel, *call[1:]))
+    types = tuple([tuple(map(type, each)) if type(each) is tuple else type(each) for each in args])
+    call = id(kernel), types, tuple(constants)
+    return signatures.get(call) or signatures.setdefault(call, Signature(kernel, *call[1:]))
 
 
-KINDS = (int, float, bool, NoneType, *DESCRIPTORS)
-plans: dict[tuple[int, tuple[type, ...], tuple[str, ...]], Plan] = {}
+signatures: dict[tuple[int, tuple[Any, ...], tuple[str, ...]], Signature] = {}
 
 
 def pick(places: list[int]) -> itemgetter[Any]:
-    """These items of a tuple as a tuple, however many."""
+    """These items of a list as a tuple or list, however many."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
@@ -170,7 +171,7 @@ def descriptor_key(descriptor: Any) -> tuple[Any, ...]:
 
 
 class IntegerKinds(dict[int, str]):
-    """What Triton distinguishes in an integer; of the last few thousand it is remembered."""
+    """What Triton distinguishes in an integer, remembered for the last few thousand."""
 
     def __missing__(self, value: int) -> str:
         if len(self) >= MAX_INTEGERS:

@@ -30,14 +30,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mgk.ops.dispatch import block_width
 from mgk.ops.operator import operator
 from mgk.ops.triton import contiguous, lengths, like, no_gradient, strides
 from mgk.ops.triton.bias import prior_positions, spans
 from mgk.ops.triton.decode import alive_places, load_alive
-from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
+from mgk.ops.triton.host import as_bytes, dense, dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import NEVER, key_range, load_tile, store_tile, zeros_tuple
-from mgk.ops.triton.repeat import repeated
 
 LOWEST = tl.constexpr(-8e37)  # the largest exponent of no keys: finite, so that differences are numbers
 COUNTS = ("H", "num_queries", "positions", "tiles", "splits")
@@ -369,7 +369,6 @@ def tile(query: Tensor, value: Tensor, components: int) -> dict[str, int]:
 
 
 @operator("triton_linear")
-@repeated
 def linear_forward(
     query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None,
     ends: Tensor | None, longest: int,
@@ -400,7 +399,6 @@ def linear_forward(
 
 
 @operator("triton_linear_backward")
-@repeated
 def linear_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
     key_mask: Tensor | None, ends: Tensor | None, state: Tensor, longest: int,

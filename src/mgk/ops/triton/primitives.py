@@ -13,16 +13,18 @@ import os
 import triton
 import triton.language as tl
 
+from mgk.ops import dispatch
+
 NEVER = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 COLUMNS = tl.constexpr(16)  # of the products that sum rows with weights
-SUMS = tl.constexpr(8)  # of those that sum without: the least a product has
+SUMS = tl.constexpr(dispatch.SUMS)  # of those that sum without: the least a product has
 # Arguments whose values are not worth a kernel of their own: another batch size compiles nothing.
 COUNTS = ("BATCHES", "section", "H", "num_queries", "num_keys", "query_parts", "parts")
 PAD = tl.constexpr(128)  # what vectors along the queries or keys are padded to: whole tiles of any size in use
 FIELDS = tl.constexpr(5)  # of what is known of the masks of a batch, see `spans`
-EVERY, NEAR, FAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # heads a launch is for, by their reach
+ALL, FITTING, OVERFLOWING = (tl.constexpr(heads) for heads in (dispatch.ALL, dispatch.FITTING, dispatch.OVERFLOWING))
 
 
 @triton.jit
@@ -352,27 +354,57 @@ def work_of(item, blocks, groups, section, p_span, H, SPANS: tl.constexpr):
 
 
 @triton.jit
-def is_far(p_far, i_bh, MISFITS: tl.constexpr = True):
+def would_overflow(p_overflow, i_bh, LATE: tl.constexpr = True):
     """Whether this head is for the launch that takes any numbers. Without the misfits while programs still flag them:
     warps of one program that read different answers would part ways, and no product survives that.
     """
-    far = tl.load(p_far + 2 * i_bh)
-    if MISFITS:
-        far += tl.load(p_far + 2 * i_bh + 1)
-    return far > 0
+    flags = tl.load(p_overflow + 2 * i_bh)
+    if LATE:
+        flags += tl.load(p_overflow + 2 * i_bh + 1)
+    return flags > 0
 
 
 @triton.jit
-def any_far(p_far, groups, BLOCK: tl.constexpr):
+def any_overflows(p_overflow, groups, BLOCK: tl.constexpr):
     found = 0.0
     for start in range(0, 2 * groups, BLOCK):
         o = start + tl.arange(0, BLOCK)
-        found = tl.maximum(found, tl.max(tl.load(p_far + o, mask=o < 2 * groups, other=0.0), 0))
+        found = tl.maximum(found, tl.max(tl.load(p_overflow + o, mask=o < 2 * groups, other=0.0), 0))
     return found > 0
 
 
 @triton.jit
-def flag_misfits(p_far, i_bh, l, sees):
+def flag_bad_sums(p_overflow, i_bh, l, sees):
     """Leave this head to another launch if a row that sees a key has a sum that a fixed maximum may have spoilt."""
     if tl.max((sees & ~((l >= 2.0**-90) & (l <= 2.0**90))).to(tl.int32), 0) > 0:
-        tl.store(p_far + 2 * i_bh + 1, 1.0)
+        tl.store(p_overflow + 2 * i_bh + 1, 1.0)
+
+
+@triton.jit
+def for_each_block(
+    block: tl.constexpr, tensors, numbers, strides, sizes, BATCHES, section, blocks, SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Run `block` on one block of one head; or, of the heads that would overflow, share all blocks among few programs.
+
+    The first two of `tensors` are the overflow flags and the spans, the first of `sizes` is H. Blocks of QUERIES start
+    with the last one, which sees the most keys. While forward programs still flag heads whose fixed maximum does not
+    fit, those flags are not read: warps of one program might read different values.
+    """
+    OVERFLOW, SPAN, H = tensors[0], tensors[1], sizes[0]
+    groups = BATCHES * H
+    if C.HEADS == OVERFLOWING:
+        if any_overflows(OVERFLOW, groups, 128):
+            for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
+                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, C.SPANS)
+                if QUERIES:
+                    i_block = blocks - 1 - i_block
+                if would_overflow(OVERFLOW, i_bh) and not is_behind(SPAN, i_bh // H, i_block * SIZE, C.PACKED):
+                    block(i_block, i_bh, tensors, numbers, strides, sizes, C)
+    else:
+        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, C.SPANS)
+        if QUERIES:
+            i_block = blocks - 1 - i_block
+        fits = C.HEADS == ALL or not would_overflow(OVERFLOW, i_bh, not C.FIXED)
+        if fits and not is_behind(SPAN, i_bh // H, i_block * SIZE, C.PACKED):
+            block(i_block, i_bh, tensors, numbers, strides, sizes, C)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mgk.ops.dispatch import block_width
 from mgk.ops.triton.bias import spans
 from mgk.ops.triton.decode import (
     alive_places,
@@ -24,7 +25,7 @@ from mgk.ops.triton.decode import (
     per_position,
     with_prior,
 )
-from mgk.ops.triton.host import as_bytes, block_width, dense, dot_precision
+from mgk.ops.triton.host import as_bytes, dense, dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import NEVER, key_range, zeros_tuple
 

@@ -34,11 +34,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mgk.ops.dispatch import block_width
 from mgk.ops.linear import CHUNK
 from mgk.ops.operator import operator
 from mgk.ops.triton import contiguous, like, no_gradient, strides
 from mgk.ops.triton.decode import alive_places, load_alive
-from mgk.ops.triton.host import as_bytes, block_width, dense
+from mgk.ops.triton.host import as_bytes, dense
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.linear import (
     LOWEST,
@@ -51,7 +52,6 @@ from mgk.ops.triton.linear import (
     settings,
 )
 from mgk.ops.triton.primitives import LOG2E, NEVER, load_tile, store_tile, zeros_tuple
-from mgk.ops.triton.repeat import repeated
 
 COUNTS = ("H", "positions")
 ROOM = 60  # bits
@@ -402,7 +402,6 @@ def how_to(
 
 
 @operator("triton_scan")
-@repeated
 def scan_forward(
     query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, key_mask: Tensor | None
 ) -> Tensor:
@@ -418,7 +417,6 @@ def scan_forward(
 
 
 @operator("triton_scan_backward")
-@repeated
 def scan_backward(
     grad: Tensor, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
     key_mask: Tensor | None,

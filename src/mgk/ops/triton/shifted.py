@@ -12,7 +12,7 @@ from all keys that its sum comes near underflow is noticed at the end, and the h
 float16 has too few exponents for it and keeps the running maximum.
 
 Narrow mixing (bfloat16): the mixing factors are multiplied in bfloat16, two at a time, and the sums over a row or
-column of a tile are a product with a few more columns. The hard E-step then has a light road too (LIGHT_HARD; backward
+column of a tile are a product with a few more columns. The hard E-step then has a light road too (FAST_HARD; backward
 for two components): the largest term in place of the sum.
 
 KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, later LSE (+inf where a
@@ -27,18 +27,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mgk.ops import dispatch
 from mgk.ops.triton.primitives import (
     COLUMNS,
     COUNTS,
-    EVERY,
-    FAR,
     NEVER,
     SUMS,
-    any_far,
     dropout,
-    flag_misfits,
-    is_behind,
-    is_far,
+    flag_bad_sums,
+    for_each_block,
     key_range,
     key_tiles,
     larger,
@@ -57,22 +54,22 @@ from mgk.ops.triton.primitives import (
     unit_column,
     where_larger,
     where_tuple,
-    work_of,
     zeros_tuple,
 )
 
-LIGHT, SAFE, HARD, LIGHT_HARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # roads
+FAST, FALLBACK = tl.constexpr(dispatch.FAST), tl.constexpr(dispatch.FALLBACK)
+HARD, FAST_HARD = tl.constexpr(dispatch.HARD), tl.constexpr(dispatch.FAST_HARD)
 FOREVER = tl.constexpr(float("inf"))
 
 
 @triton.constexpr_function
-def is_light(road):
-    return road in (LIGHT, LIGHT_HARD)
+def is_fast(road):
+    return road in (FAST, FAST_HARD)
 
 
 @triton.constexpr_function
 def is_hard(road):
-    return road in (HARD, LIGHT_HARD)
+    return road in (HARD, FAST_HARD)
 
 
 @triton.jit
@@ -147,38 +144,38 @@ def weight(x):
 
 
 @triton.jit
-def forward_step(
-    start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, p_seed, i_bh, i_m, offset, scale, threshold, num_keys,
-    padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    M: tl.constexpr, ROAD: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr):
     """`rows` are the rho, on the safe road the log_u, on the hard one the leads."""
-    o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
-    b_k = load_tile(p_k, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
-    s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
-    if CAUSAL and MASKED:
+    M: tl.constexpr = C.M
+    acc, m, l = state
+    p_k, p_v, p_keys, p_narrow, p_seed = pointers
+    i_bh, i_m, offset, num_keys, padded_keys, stride_k, stride_v = place
+    scale, threshold, _, _ = numbers
+    o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
+    b_k = load_tile(p_k, start, num_keys, stride_k, C.BN, C.D, C.BD, MASKED)  # [BN, BD]
+    s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)  # [BM, BN]
+    if C.CAUSAL and MASKED:
         s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
-    if is_light(ROAD):
+    if is_fast(C.PATH):
         if MASKED:
-            s += load_vector(p_keys, start, BN)[None, :]
+            s += load_vector(p_keys, start, C.BN)[None, :]
         m_safe = m
-        if not FIXED:
+        if not C.FIXED:
             m, m_safe, alpha = online_softmax(tl.max(s, 1) * scale, m)
         p = tl.exp2(s * scale - m_safe[:, None])
-        if NARROW:
-            p, w = p.to(b_k.dtype), load_vectors(p_narrow, start, padded_keys, BN, M)
+        if C.NARROW:
+            p, w = p.to(b_k.dtype), load_vectors(p_narrow, start, padded_keys, C.BN, M)
         else:
-            w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
-        p = p * mixed(rows, w, False, M, ROAD == LIGHT_HARD)
+            w = load_vectors(p_keys + padded_keys, start, padded_keys, C.BN, M)
+        p = p * mixed(rows, w, False, M, C.PATH == FAST_HARD)
     else:
-        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
-        if ROAD == HARD:
+        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, C.BN, M)
+        if C.PATH == HARD:
             best = log_w[0][None, :] + tl.zeros_like(s)
             for r in tl.static_range(1, M):
                 best = tl.maximum(best, bid(rows[r], log_w[r], False))
             x = s * scale + best
-            if FIXED:
+            if C.FIXED:
                 p = tl.exp2(x - m[:, None])
             else:
                 m, m_safe, alpha = online_softmax(tl.max(x, 1), m)
@@ -191,176 +188,147 @@ def forward_step(
             p = tl.exp2(s * scale + bid(rows[0] - m_safe, log_w[0], False))
             for r in tl.static_range(1, M):
                 p += tl.exp2(s * scale + bid(rows[r] - m_safe, log_w[r], False))
-    if not FIXED:
+    if not C.FIXED:
         l, acc = l * alpha, acc * alpha[:, None]
-    if NARROW:
-        l = tl.dot(p, unit_column(0, BN, b_k.dtype), l)
+    if C.NARROW:
+        l = tl.dot(p, unit_column(0, C.BN, b_k.dtype), l)
     else:
         l += tl.sum(p, 1)
-    if DROPOUT:  # what is kept is divided by its share at the end
-        p = p * dropout(p_seed, i_bh, i_m * BM, start, threshold, 1.0, False, BM, BN).to(p.dtype)
-    b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
-    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+    if C.DROPOUT:  # what is kept is divided by its share at the end
+        p = p * dropout(p_seed, i_bh, i_m * C.BM, start, threshold, 1.0, False, C.BM, C.BN).to(p.dtype)
+    b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=C.PRECISION)
     return acc, m, l
 
 
 @triton.jit
-def forward_block(
-    i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep,
-    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    FIXED: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
-    KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr = False,
-):  # fmt: skip
+def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
+    M: tl.constexpr = C.M
+    OVERFLOW, SPAN, Q, K, V, KEYS, FACTORS, OUT, ROWS, QUERY_MASK, SEED = tensors
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son = strides
+    H, num_queries, num_keys, padded_queries, padded_keys = sizes
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
     offset = num_keys - num_queries
-    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
-    o_m = i_m * BM + tl.arange(0, BM)
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
+    o_m = i_m * C.BM + tl.arange(0, C.BM)
     p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
-    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
-    rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
-    p_narrow = NARROW_KEYS
-    if ROAD == LIGHT_HARD:
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
+    rows = load_vectors(
+        p_rows + (1 + M if C.PATH == FALLBACK else 1) * padded_queries, i_m * C.BM, padded_queries, C.BM, M
+    )
+    p_narrow = FACTORS
+    if C.PATH == FAST_HARD:
         rows = exp2_tuple(rows, M)
-    if NARROW:
+    if C.NARROW:
         rows = cast_tuple(rows, b_q.dtype, M)
         p_narrow += i_bh.to(tl.int64) * M * padded_keys
 
-    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
-    if FIXED:
-        m = load_vector(p_rows, i_m * BM, BM)
+    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
+    if C.FIXED:
+        m = load_vector(p_rows, i_m * C.BM, C.BM)
     else:
-        m = tl.full([BM], NEVER, tl.float32)
-    l, acc = tl.zeros([BM, SUMS] if NARROW else [BM], tl.float32), tl.zeros([BM, BV], tl.float32)
-    if EVEN and not SPANS and not CAUSAL:
-        tl.assume(full >= BN)
-    for start in range(0, full, BN):
-        acc, m, l = forward_step(
-            start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
-            num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, CAUSAL, False, DROPOUT,
-            PRECISION, BM, BN,
-        )  # fmt: skip
-    if CAUSAL or KEY_MASK or not EVEN:
-        for start in tl.range(full, stop, BN, num_stages=1):
-            acc, m, l = forward_step(
-                start, b_q, acc, m, l, rows, p_k, p_v, p_keys, p_narrow, SEED, i_bh, i_m, offset, scale, threshold,
-                num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, FIXED, NARROW, CAUSAL, True, DROPOUT,
-                PRECISION, BM, BN,
-            )  # fmt: skip
+        m = tl.full([C.BM], NEVER, tl.float32)
+    l, acc = tl.zeros([C.BM, SUMS] if C.NARROW else [C.BM], tl.float32), tl.zeros([C.BM, C.BV], tl.float32)
+    if C.EVEN and not C.SPANS and not C.CAUSAL:
+        tl.assume(full >= C.BN)
+    pointers = (p_k, p_v, p_keys, p_narrow, SEED)
+    place = (i_bh, i_m, offset, num_keys, padded_keys, skn, svn)
+    for start in range(0, full, C.BN):
+        acc, m, l = forward_step(start, (acc, m, l), b_q, rows, pointers, place, numbers, False, C)
+    if C.CAUSAL or C.KEY_MASK or not C.EVEN:
+        for start in tl.range(full, stop, C.BN, num_stages=1):
+            acc, m, l = forward_step(start, (acc, m, l), b_q, rows, pointers, place, numbers, True, C)
 
-    if NARROW:
+    if C.NARROW:
         l = tl.sum(l, 1)
-    if DROPOUT:
-        acc *= inverse_keep
+    if C.DROPOUT:
+        acc *= numbers[2]
     takes_part = o_m < num_queries
-    if MASK_QUERIES:
+    if C.MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
-    if FIXED:
-        sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, CAUSAL, SPANS)
-        flag_misfits(FAR_HEADS, i_bh, l, sees)
+    if C.FIXED:
+        sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS)
+        flag_bad_sums(OVERFLOW, i_bh, l, sees)
     takes_part = takes_part & (l > 0)
     out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
-    store_tile(OUT + origin * sob + i_h * soh, out, i_m * BM, num_queries, son, BM, DV, BV)
+    store_tile(OUT + origin * sob + i_h * soh, out, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV)
     tl.store(p_rows + o_m, tl.where(takes_part, m + tl.log2(l), FOREVER))
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold, inverse_keep, sqb, sqh,
-    sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, BATCHES, section, H, num_queries, num_keys, padded_queries,
-    padded_keys, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
-    ROAD: tl.constexpr, HEADS: tl.constexpr, FIXED: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr,
-    EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, MASK_QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
+    tensors, numbers, strides, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
-    blocks, groups = padded_queries // BM, BATCHES * H
-    if HEADS == FAR:
-        if any_far(FAR_HEADS, groups, 128):
-            for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
-                i_m = blocks - 1 - i_block
-                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
-                    forward_block(
-                        i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale,
-                        threshold, inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H,
-                        num_queries, num_keys, padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW,
-                        CAUSAL, EVEN, SPANS, KEY_MASK, MASK_QUERIES, DROPOUT, PRECISION, BM, BN, PACKED,
-                    )  # fmt: skip
-    else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
-        i_m = blocks - 1 - i_block
-        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh, False)) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
-            forward_block(
-                i_m, i_bh, Q, K, V, KEYS, NARROW_KEYS, OUT, ROWS, FAR_HEADS, SPAN, QUERY_MASK, SEED, scale, threshold,
-                inverse_keep, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, H, num_queries, num_keys,
-                padded_queries, padded_keys, D, DV, BD, BV, M, ROAD, FIXED, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK,
-                MASK_QUERIES, DROPOUT, PRECISION, BM, BN, PACKED,
-            )  # fmt: skip
+    """Output and log-sum-exp, one program for each block of queries."""
+    sizes = (H, num_queries, num_keys, padded_queries, padded_keys)
+    for_each_block(
+        forward_block, tensors, numbers, strides, sizes, BATCHES, section, padded_queries // C.BM, C.BM, True, C
+    )
 
 
 @triton.jit
 def query_step(
-    start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, p_seed, i_bh, i_m, offset,
-    scale, threshold, inverse_keep, num_keys, padded_keys, stride_k, stride_v, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
+    start, state, b_q, b_do, rows, lse, delta, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
+):
     """One key tile's share of dq and, after the first component, of dlog_u; on the light road that lacks its rho.
 
-    `rows` are the rho (and, LIGHT_HARD, the lead), on the safe road the log_u, on the hard one the leads. `du` has a
+    `rows` are the rho (and, FAST_HARD, the lead), on the safe road the log_u, on the hard one the leads. `du` has a
     vector per component, or with narrow mixing is one block of columns.
     """
-    o_m, o_n = i_m * BM + tl.arange(0, BM), start + tl.arange(0, BN)
-    b_k = load_tile(p_k, start, num_keys, stride_k, BN, D, BD, MASKED)  # [BN, BD]
-    b_v = load_tile(p_v, start, num_keys, stride_v, BN, DV, BV, MASKED)  # [BN, BV]
-    s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
-    if CAUSAL and MASKED:
+    M: tl.constexpr = C.M
+    b_dq, du = state
+    p_k, p_v, p_keys, p_narrow, p_columns, p_seed = pointers
+    i_bh, i_m, offset, num_keys, padded_keys, stride_k, stride_v = place
+    scale, threshold, inverse_keep, _ = numbers
+    o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
+    b_k = load_tile(p_k, start, num_keys, stride_k, C.BN, C.D, C.BD, MASKED)  # [BN, BD]
+    b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
+    s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)  # [BM, BN]
+    if C.CAUSAL and MASKED:
         s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
-    slope = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
-    if DROPOUT:
-        slope *= dropout(p_seed, i_bh, i_m * BM, start, threshold, inverse_keep, False, BM, BN)
+    slope = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)  # [BM, BN]
+    if C.DROPOUT:
+        slope *= dropout(p_seed, i_bh, i_m * C.BM, start, threshold, inverse_keep, False, C.BM, C.BN)
     slope -= delta[:, None]
     new = (du[0],)
-    if is_light(ROAD):
+    if is_fast(C.PATH):
         if MASKED:
-            s += load_vector(p_keys, start, BN)[None, :]
+            s += load_vector(p_keys, start, C.BN)[None, :]
         g = tl.exp2(s * scale - lse[:, None]) * slope
-        if ROAD == LIGHT_HARD:
+        if C.PATH == FAST_HARD:
             g, rho = g.to(b_k.dtype), cast_tuple(rows, b_k.dtype, M)
-            w = load_vectors(p_narrow, start, padded_keys, BN, M)
+            w = load_vectors(p_narrow, start, padded_keys, C.BN, M)
             ds = g * mixed(rho, w, False, M, True)
-            new = (second_share(ds, new[0], rows[2], load_vector(p_columns, start, BN), False),)
-        elif NARROW:
+            new = (second_share(ds, new[0], rows[2], load_vector(p_columns, start, C.BN), False),)
+        elif C.NARROW:
             g = g.to(b_k.dtype)
-            w = load_vectors(p_narrow, start, padded_keys, BN, M)
+            w = load_vectors(p_narrow, start, padded_keys, C.BN, M)
             if MASKED:  # in a loop without a pipeline Triton 3.6 makes this product read beyond the shared memory
                 for r in tl.static_range(1, M):
                     share = tl.sum((g * w[r][None, :]).to(tl.float32), 1)
                     new = (new[0] + tl.where(tl.arange(0, COLUMNS)[None, :] == r, share[:, None], 0.0),)
             elif M > 1:
-                b_w = load_tile(p_columns, start, padded_keys, COLUMNS, BN, COLUMNS, COLUMNS, False)  # [BN, COLUMNS]
+                b_w = load_tile(p_columns, start, padded_keys, COLUMNS, C.BN, COLUMNS, COLUMNS, False)  # [BN, COLUMNS]
                 new = (tl.dot(g, b_w, du[0]),)
             ds = g * mixed(cast_tuple(rows, b_k.dtype, M), w, False, M)
         else:
-            w = load_vectors(p_keys + padded_keys, start, padded_keys, BN, M)
+            w = load_vectors(p_keys + padded_keys, start, padded_keys, C.BN, M)
             for r in tl.static_range(1, M):
                 new = new + (du[r] + tl.sum(g * w[r][None, :], 1),)
             ds = g * mixed(rows, w, False, M)
     else:
-        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, BN, M)
-        if ROAD == HARD:
+        log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, C.BN, M)
+        if C.PATH == HARD:
             best, won = best_bid(slope, rows, log_w, False, M)
             ds = tl.exp2(s * scale + best - lse[:, None]) * slope
             for r in tl.static_range(1, M):
                 share = tl.where(won == r, ds, 0.0)
-                if NARROW:
-                    new = (tl.dot(share.to(b_k.dtype), unit_column(r, BN, b_k.dtype), new[0]),)
+                if C.NARROW:
+                    new = (tl.dot(share.to(b_k.dtype), unit_column(r, C.BN, b_k.dtype), new[0]),)
                 else:
                     new = new + (du[r] + tl.sum(share, 1),)
         else:
@@ -369,31 +337,31 @@ def query_step(
                 part = weight(s * scale + bid(rows[r] - lse, log_w[r], False)) * slope
                 ds += part
                 new = new + (du[r] + tl.sum(part, 1),)
-    b_dq = tl.dot(ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    b_dq = tl.dot(ds.to(b_k.dtype), b_k, b_dq, input_precision=C.PRECISION)
     return b_dq, new
 
 
 @triton.jit
-def store_known(
-    p_known, p_columns, o_m, lse, delta, rows, padded_queries, dtype: tl.constexpr, M: tl.constexpr,
+def store_row_stats(
+    p_row_stats, p_columns, o_m, lse, delta, rows, padded_queries, dtype: tl.constexpr, M: tl.constexpr,
     AS_COLUMNS: tl.constexpr, AS_VECTORS: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """What the key side needs of a query side by side: LSE, delta, the rest of `rows`; or, for that of hopper.py, as
     vectors along the queries, the rest in 16 bits. And 1 and these, narrow, again as columns.
     """
     if AS_VECTORS:
-        tl.store(p_known + o_m, lse)
-        tl.store(p_known + padded_queries + o_m, delta)
-        p_narrow = (p_known + 2 * padded_queries).to(tl.pointer_type(tl.bfloat16)) + o_m
+        tl.store(p_row_stats + o_m, lse)
+        tl.store(p_row_stats + padded_queries + o_m, delta)
+        p_narrow = (p_row_stats + 2 * padded_queries).to(tl.pointer_type(tl.bfloat16)) + o_m
         tl.store(p_narrow, rows[1].to(tl.bfloat16))
         if M == 3:
             tl.store(p_narrow + padded_queries, rows[2].to(tl.float16).to(tl.bfloat16, bitcast=True))
     else:
-        p_known += o_m * WIDTH
-        tl.store(p_known, lse)
-        tl.store(p_known + 1, delta)
+        p_row_stats += o_m * WIDTH
+        tl.store(p_row_stats, lse)
+        tl.store(p_row_stats + 1, delta)
         for r in tl.static_range(1, M):
-            tl.store(p_known + 1 + r, rows[r])
+            tl.store(p_row_stats + 1 + r, rows[r])
     if AS_COLUMNS:
         o_column = tl.arange(0, COLUMNS)[None, :]
         block = tl.where(o_column == 0, tl.full([BM, COLUMNS], 1.0, tl.float32), 0.0)
@@ -403,166 +371,132 @@ def store_known(
 
 
 @triton.jit
-def query_block(
-    i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, KNOWN, ROW_COLUMNS, DQ, PART,
-    scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb,
-    sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries, padded_keys, parts, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PACKED: tl.constexpr, AS_VECTORS: tl.constexpr,
-):  # fmt: skip
+def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     """dq, what the key side needs, and each query block's share of dshift."""
+    M: tl.constexpr = C.M
+    _, SPAN, Q, K, SHIFT, V, KEYS, FACTORS, KEY_COLUMNS, OUT, ROWS, SEED, DO, ROW_STATS, ROW_COLUMNS, DQ, PART = tensors
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
+    H, num_queries, num_keys, padded_queries, padded_keys, _, parts = sizes
+    inverse_variance = numbers[3]
     i_b, i_h, i_g = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
-    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
     offset = num_keys - num_queries
-    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
-    o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
+    o_m, o_d = i_m * C.BM + tl.arange(0, C.BM), tl.arange(0, C.BD)
     p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
     p_keys = KEYS + i_g * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_g * (1 + 2 * M) * padded_queries
-    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True)  # [BM, BD]
-    b_do = load_tile(DO + origin * sgb + i_h * sgh, i_m * BM, num_queries, sgn, BM, DV, BV, True)  # [BM, BV]
-    b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * BM, num_queries, son, BM, DV, BV, True)  # [BM, BV]
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
+    b_do = load_tile(DO + origin * sgb + i_h * sgh, i_m * C.BM, num_queries, sgn, C.BM, C.DV, C.BV, True)  # [BM, BV]
+    b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
-    lse = load_vector(p_rows, i_m * BM, BM)
-    rows = load_vectors(p_rows + (1 + M if ROAD == SAFE else 1) * padded_queries, i_m * BM, padded_queries, BM, M)
-    p_narrow, p_columns, p_row_columns = NARROW_KEYS, KEY_COLUMNS, ROW_COLUMNS
-    AS_COLUMNS: tl.constexpr = NARROW and ROAD == LIGHT
-    KEPT: tl.constexpr = 3 if ROAD == LIGHT_HARD else M
-    if NARROW and is_light(ROAD):
+    lse = load_vector(p_rows, i_m * C.BM, C.BM)
+    rows = load_vectors(
+        p_rows + (1 + M if C.PATH == FALLBACK else 1) * padded_queries, i_m * C.BM, padded_queries, C.BM, M
+    )
+    p_narrow, p_columns, p_row_columns = FACTORS, KEY_COLUMNS, ROW_COLUMNS
+    AS_COLUMNS: tl.constexpr = C.NARROW and C.PATH == FAST
+    KEPT: tl.constexpr = 3 if C.PATH == FAST_HARD else M
+    if C.NARROW and is_fast(C.PATH):
         p_narrow += i_g * M * padded_keys
-    if ROAD == LIGHT_HARD:
+    if C.PATH == FAST_HARD:
         rows = exp2_tuple(rows, M) + (rows[1].to(tl.float16),)
         p_columns += i_g * padded_keys
     if AS_COLUMNS:
         p_columns += i_g * COLUMNS * padded_keys
         p_row_columns += i_g * COLUMNS * padded_queries
-    store_known(
-        KNOWN + i_g * WIDTH * padded_queries, p_row_columns, o_m, lse, delta, rows, padded_queries, b_q.dtype, KEPT,
-        AS_COLUMNS, AS_VECTORS, WIDTH, BM,
+    store_row_stats(
+        ROW_STATS + i_g * C.WIDTH * padded_queries, p_row_columns, o_m, lse, delta, rows, padded_queries, b_q.dtype,
+        KEPT, AS_COLUMNS, C.AS_VECTORS, C.WIDTH, C.BM,
     )  # fmt: skip
 
-    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, CAUSAL, KEY_MASK, BM, BN)
-    b_dq = tl.zeros([BM, BD], tl.float32)
-    if NARROW:
-        du = zeros_tuple([BM, COLUMNS if ROAD == LIGHT else SUMS], 1)
+    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
+    b_dq = tl.zeros([C.BM, C.BD], tl.float32)
+    if C.NARROW:
+        du = zeros_tuple([C.BM, COLUMNS if C.PATH == FAST else SUMS], 1)
     else:
-        du = zeros_tuple([BM], M)
-    if EVEN and not SPANS and not CAUSAL:
-        tl.assume(full >= BN)
-    for start in range(0, full, BN):
-        b_dq, du = query_step(
-            start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
-            offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, NARROW,
-            CAUSAL, False, DROPOUT, PRECISION, BM, BN,
-        )  # fmt: skip
-    if CAUSAL or KEY_MASK or not EVEN:
-        for start in tl.range(full, stop, BN, num_stages=1):
-            b_dq, du = query_step(
-                start, b_q, b_do, b_dq, du, rows, lse, delta, p_k, p_v, p_keys, p_narrow, p_columns, SEED, i_bh, i_m,
-                offset, scale, threshold, inverse_keep, num_keys, padded_keys, skn, svn, D, DV, BD, BV, M, ROAD, NARROW,
-                CAUSAL, True, DROPOUT, PRECISION, BM, BN,
-            )  # fmt: skip
-    if NARROW:
+        du = zeros_tuple([C.BM], M)
+    if C.EVEN and not C.SPANS and not C.CAUSAL:
+        tl.assume(full >= C.BN)
+    pointers = (p_k, p_v, p_keys, p_narrow, p_columns, SEED)
+    place = (i_bh, i_m, offset, num_keys, padded_keys, skn, svn)
+    for start in range(0, full, C.BN):
+        b_dq, du = query_step(start, (b_dq, du), b_q, b_do, rows, lse, delta, pointers, place, numbers, False, C)
+    if C.CAUSAL or C.KEY_MASK or not C.EVEN:
+        for start in tl.range(full, stop, C.BN, num_stages=1):
+            b_dq, du = query_step(start, (b_dq, du), b_q, b_do, rows, lse, delta, pointers, place, numbers, True, C)
+    if C.NARROW:
         du = split_columns(du[0], M)
-    dlog_u, rest = (), tl.zeros([BM], tl.float32)  # rows of dl sum to 0: the first has what the others leave
+    dlog_u, rest = (), tl.zeros([C.BM], tl.float32)  # rows of dl sum to 0: the first has what the others leave
     for r in tl.static_range(1, M):
-        part = du[r] * rows[r] if ROAD == LIGHT else du[r]
+        part = du[r] * rows[r] if C.PATH == FAST else du[r]
         rest -= part
         dlog_u = dlog_u + (part,)
     dlog_u = (rest,) + dlog_u
 
-    p_part = PART + (i_g * parts + i_m) * M * (BD + 1)
-    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * BM, num_queries, sqn, BM, D, BD, True, True)
+    p_part = PART + (i_g * parts + i_m) * M * (C.BD + 1)
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True, True)
     for r in tl.static_range(M):
-        b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+        b_b = tl.load(SHIFT + (i_h * M + r) * C.D + o_d, mask=o_d < C.D, other=0.0).to(tl.float32)
         b_dq += dlog_u[r][:, None] * b_b[None, :]
-        tl.store(p_part + r * (BD + 1) + o_d, tl.sum(dlog_u[r][:, None] * b_q.to(tl.float32), 0) * inverse_variance)
-        tl.store(p_part + r * (BD + 1) + BD, 0.0)
-    store_tile(DQ + origin * sdb + i_h * sdh, b_dq * inverse_variance, i_m * BM, num_queries, sdn, BM, D, BD)
+        tl.store(p_part + r * (C.BD + 1) + o_d, tl.sum(dlog_u[r][:, None] * b_q.to(tl.float32), 0) * inverse_variance)
+        tl.store(p_part + r * (C.BD + 1) + C.BD, 0.0)
+    store_tile(DQ + origin * sdb + i_h * sdh, b_dq * inverse_variance, i_m * C.BM, num_queries, sdn, C.BM, C.D, C.BD)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, FAR_HEADS, SPAN, SEED, DO, KNOWN, ROW_COLUMNS, DQ, PART,
-    scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb,
-    sgh, sgn, sdb, sdh, sdn, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, parts,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr,
-    HEADS: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-    SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, AS_VECTORS: tl.constexpr,
+    tensors, numbers, strides, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts,
+    parts, C: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
-    blocks, groups = padded_queries // BM, BATCHES * H
-    if HEADS == FAR:
-        if any_far(FAR_HEADS, groups, 128):
-            for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
-                i_m = blocks - 1 - i_block
-                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
-                    query_block(
-                        i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, KNOWN,
-                        ROW_COLUMNS, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb,
-                        skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys,
-                        padded_queries, padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS,
-                        KEY_MASK, DROPOUT, PRECISION, WIDTH, BM, BN, PACKED, AS_VECTORS,
-                    )  # fmt: skip
-    else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
-        i_m = blocks - 1 - i_block
-        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh)) and not is_behind(SPAN, i_bh // H, i_m * BM, PACKED):
-            query_block(
-                i_m, i_bh, Q, K, SHIFT, V, KEYS, NARROW_KEYS, KEY_COLUMNS, OUT, ROWS, SPAN, SEED, DO, KNOWN,
-                ROW_COLUMNS, DQ, PART, scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn,
-                svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn, H, num_queries, num_keys, padded_queries,
-                padded_keys, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT,
-                PRECISION, WIDTH, BM, BN, PACKED, AS_VECTORS,
-            )  # fmt: skip
+    """Gradients of the queries, one program for each block of them."""
+    sizes = (H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts)
+    for_each_block(
+        query_block, tensors, numbers, strides, sizes, BATCHES, section, padded_queries // C.BM, C.BM, True, C
+    )
 
 
 @triton.jit
-def key_step(
-    start, b_k, b_v, b_dk, b_dv, dw, w, p_q, p_do, p_rows, p_known, p_columns, p_seed, i_bh, i_n, offset, scale,
-    threshold, inverse_keep, num_queries, padded_queries, stride_q, stride_g, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr):
     """One query tile's share of dk, dv and dlog_w, keys down and queries across; on the light road dlog_w lacks its w.
 
-    `w` are the w of the light road (and, LIGHT_HARD, the gap), the log_w of the others. `dw` has a vector per
+    `w` are the w of the light road (and, FAST_HARD, the gap), the log_w of the others. `dw` has a vector per
     component, or with narrow mixing is one block of columns.
     """
-    o_m, o_n = start + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
-    b_q = load_tile(p_q, start, num_queries, stride_q, BM, D, BD, MASKED)  # [BM, BD]
-    b_do = load_tile(p_do, start, num_queries, stride_g, BM, DV, BV, MASKED)  # [BM, BV]
-    s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
-    if CAUSAL and MASKED:
+    M: tl.constexpr = C.M
+    b_dk, b_dv, dw = state
+    p_q, p_do, p_rows, p_row_stats, p_columns, p_seed = pointers
+    i_bh, i_n, offset, num_queries, padded_queries, stride_q, stride_g = place
+    scale, threshold, inverse_keep, _ = numbers
+    o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
+    b_q = load_tile(p_q, start, num_queries, stride_q, C.BM, C.D, C.BD, MASKED)  # [BM, BD]
+    b_do = load_tile(p_do, start, num_queries, stride_g, C.BM, C.DV, C.BV, MASKED)  # [BM, BV]
+    s = tl.dot(b_k, tl.trans(b_q), input_precision=C.PRECISION)  # [BN, BM]
+    if C.CAUSAL and MASKED:
         s = tl.where(o_n[:, None] <= o_m[None, :] + offset, s, NEVER)
-    slope = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
-    known = load_columns(p_known, start, BM, WIDTH)
+    slope = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)  # [BN, BM]
+    known = load_columns(p_row_stats, start, C.BM, C.WIDTH)
     lse, delta, rows = known[0], known[1], ()
     for r in tl.static_range(M):
         rows = rows + (known[1 + r],)  # the first are all 1, or 0, and not asked for
     drop = 1.0
-    if DROPOUT:
-        drop = dropout(p_seed, i_bh, start, i_n * BN, threshold, inverse_keep, True, BM, BN)
+    if C.DROPOUT:
+        drop = dropout(p_seed, i_bh, start, i_n * C.BN, threshold, inverse_keep, True, C.BM, C.BN)
         slope *= drop
     slope -= delta[None, :]
     new = ()
-    if is_light(ROAD):
+    if is_fast(C.PATH):
         e = tl.exp2(s * scale - lse[None, :])
         g = e * slope
-        if ROAD == LIGHT_HARD:
+        if C.PATH == FAST_HARD:
             e, g = (e * drop).to(b_q.dtype), g.to(b_q.dtype)
             mix = mixed(cast_tuple(rows, b_q.dtype, M), cast_tuple(w, b_q.dtype, M), True, M, True)
             p, ds = multiply(e, mix), multiply(g, mix)
-            sums = tl.dot(ds, unit_column(0, BM, b_q.dtype), dw[0])
+            sums = tl.dot(ds, unit_column(0, C.BM, b_q.dtype), dw[0])
             new = (second_share(ds, sums, known[3].to(tl.float16), w[2], True),)
-        elif NARROW:
+        elif C.NARROW:
             e, g = (e * drop).to(b_q.dtype), g.to(b_q.dtype)
-            b_r = load_tile(p_columns, start, padded_queries, COLUMNS, BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
+            b_r = load_tile(p_columns, start, padded_queries, COLUMNS, C.BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
             new = new + (tl.dot(g, b_r, dw[0]),)
             mix = tl.broadcast_to(w[0].to(b_q.dtype)[:, None], s.shape)
             for r in tl.static_range(1, M):
@@ -575,22 +509,22 @@ def key_step(
                 new = new + (dw[r] + tl.sum(g * rows[r][None, :], 1),)
             mix = mixed(rows, w, True, M)
             p, ds = e * mix, g * mix
-    elif ROAD == HARD:
+    elif C.PATH == HARD:
         best, won = best_bid(slope, rows, w, True, M)
         p = tl.exp2(s * scale + best - lse[None, :])
         ds = p * slope
-        if NARROW:
-            new = new + (tl.dot(ds.to(b_q.dtype), unit_column(0, BM, b_q.dtype), dw[0]),)
+        if C.NARROW:
+            new = new + (tl.dot(ds.to(b_q.dtype), unit_column(0, C.BM, b_q.dtype), dw[0]),)
         else:
             new = new + (dw[0] + tl.sum(ds, 1),)
         for r in tl.static_range(1, M):
             share = tl.where(won == r, ds, 0.0)
-            if NARROW:
-                new = (tl.dot(share.to(b_q.dtype), unit_column(r, BM, b_q.dtype), new[0]),)
+            if C.NARROW:
+                new = (tl.dot(share.to(b_q.dtype), unit_column(r, C.BM, b_q.dtype), new[0]),)
             else:
                 new = new + (dw[r] + tl.sum(share, 1),)
     else:
-        log_u = load_vectors(p_rows + (1 + M) * padded_queries, start, padded_queries, BM, M)
+        log_u = load_vectors(p_rows + (1 + M) * padded_queries, start, padded_queries, C.BM, M)
         p, ds = tl.zeros_like(s), tl.zeros_like(s)
         for r in tl.static_range(M):
             part = weight(s * scale + bid(log_u[r] - lse, w[r], True))
@@ -598,69 +532,60 @@ def key_step(
             part *= slope
             ds += part
             new = new + (dw[r] + tl.sum(part, 1),)
-    if DROPOUT and not (NARROW and ROAD != HARD):
+    if C.DROPOUT and not (C.NARROW and C.PATH != HARD):
         p *= drop
-    b_dv = tl.dot(p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-    b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    b_dv = tl.dot(p.to(b_do.dtype), b_do, b_dv, input_precision=C.PRECISION)
+    b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision=C.PRECISION)
     return b_dk, b_dv, new
 
 
 @triton.jit
-def key_block(
-    i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, scale, threshold,
-    inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh,
-    sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, NARROW: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr, KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
+def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     """dk, dv, and each key block's share of dshift and dlog_prior."""
+    M: tl.constexpr = C.M
+    _, SPAN, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen = strides
+    H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts = sizes
+    inverse_variance = numbers[3]
     i_b, i_h, positions = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), num_keys
-    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, PACKED)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
     offset = num_keys - num_queries
-    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPANS)
-    o_n, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, BD)
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
+    o_n, o_d = i_n * C.BN + tl.arange(0, C.BN), tl.arange(0, C.BD)
     p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
-    p_known = KNOWN + i_bh.to(tl.int64) * WIDTH * padded_queries
+    p_row_stats = ROW_STATS + i_bh.to(tl.int64) * C.WIDTH * padded_queries
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
-    b_k = load_tile(K + origin * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True)  # [BN, BD]
-    b_v = load_tile(V + origin * svb + i_h * svh, i_n * BN, num_keys, svn, BN, DV, BV, True)  # [BN, BV]
-    w = load_vectors(p_keys + (1 if is_light(ROAD) else 1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)
-    if ROAD == LIGHT_HARD:
-        w += (lead_over_second(load_vectors(p_keys + (1 + M) * padded_keys, i_n * BN, padded_keys, BN, M)),)
+    b_k = load_tile(K + origin * skb + i_h * skh, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True)  # [BN, BD]
+    b_v = load_tile(V + origin * svb + i_h * svh, i_n * C.BN, num_keys, svn, C.BN, C.DV, C.BV, True)  # [BN, BV]
+    w = load_vectors(p_keys + (1 if is_fast(C.PATH) else 1 + M) * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
+    if C.PATH == FAST_HARD:
+        w += (lead_over_second(load_vectors(p_keys + (1 + M) * padded_keys, i_n * C.BN, padded_keys, C.BN, M)),)
 
-    begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, CAUSAL, BM, BN)
-    b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
+    begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, C.CAUSAL, C.BM, C.BN)
+    b_dk, b_dv = tl.zeros([C.BN, C.BD], tl.float32), tl.zeros([C.BN, C.BV], tl.float32)
     p_columns = ROW_COLUMNS
-    if NARROW and ROAD == LIGHT:
+    if C.NARROW and C.PATH == FAST:
         p_columns += i_bh.to(tl.int64) * COLUMNS * padded_queries
-    if NARROW:
-        dw = zeros_tuple([BN, COLUMNS if ROAD == LIGHT else SUMS], 1)
+    if C.NARROW:
+        dw = zeros_tuple([C.BN, COLUMNS if C.PATH == FAST else SUMS], 1)
     else:
-        dw = zeros_tuple([BN], M)
-    if EVEN and not SPANS and not CAUSAL:
-        tl.assume(whole >= BM)
-    for start in range(visible, whole, BM):
-        b_dk, b_dv, dw = key_step(
-            start, b_k, b_v, b_dk, b_dv, dw, w, p_q, p_do, p_rows, p_known, p_columns, SEED, i_bh, i_n, offset, scale,
-            threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, NARROW,
-            CAUSAL, False, DROPOUT, PRECISION, WIDTH, BM, BN,
-        )  # fmt: skip
-    if CAUSAL or not EVEN:
-        diagonal, tail = tl.cdiv(visible - begin, BM), tl.maximum(visible, whole)
-        for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), BM), num_stages=1):
-            start = tl.where(i < diagonal, begin + i * BM, tail + (i - diagonal) * BM)
-            b_dk, b_dv, dw = key_step(
-                start, b_k, b_v, b_dk, b_dv, dw, w, p_q, p_do, p_rows, p_known, p_columns, SEED, i_bh, i_n, offset,
-                scale, threshold, inverse_keep, num_queries, padded_queries, sqn, sgn, D, DV, BD, BV, M, ROAD, NARROW,
-                CAUSAL, True, DROPOUT, PRECISION, WIDTH, BM, BN,
-            )  # fmt: skip
-    if NARROW:
+        dw = zeros_tuple([C.BN], M)
+    if C.EVEN and not C.SPANS and not C.CAUSAL:
+        tl.assume(whole >= C.BM)
+    pointers = (p_q, p_do, p_rows, p_row_stats, p_columns, SEED)
+    place = (i_bh, i_n, offset, num_queries, padded_queries, sqn, sgn)
+    for start in range(visible, whole, C.BM):
+        b_dk, b_dv, dw = key_step(start, (b_dk, b_dv, dw), b_k, b_v, w, pointers, place, numbers, False, C)
+    if C.CAUSAL or not C.EVEN:
+        diagonal, tail = tl.cdiv(visible - begin, C.BM), tl.maximum(visible, whole)
+        for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), C.BM), num_stages=1):
+            start = tl.where(i < diagonal, begin + i * C.BM, tail + (i - diagonal) * C.BM)
+            b_dk, b_dv, dw = key_step(start, (b_dk, b_dv, dw), b_k, b_v, w, pointers, place, numbers, True, C)
+    if C.NARROW:
         dw = split_columns(dw[0], M)
     dlog_w = ()
-    if is_hard(ROAD):  # the first component has what the others leave of the whole
+    if is_hard(C.PATH):  # the first component has what the others leave of the whole
         rest = dw[0]
         for r in tl.static_range(1, M):
             rest -= dw[r]
@@ -669,59 +594,31 @@ def key_block(
             dlog_w = dlog_w + (dw[r],)
     else:
         for r in tl.static_range(M):
-            dlog_w = dlog_w + (dw[r] * w[r] if ROAD == LIGHT else dw[r],)
-    if is_light(ROAD) and (KEY_MASK or not EVEN):  # a hidden key has whatever is in its own rows
-        seen = load_vector(p_keys, i_n * BN, BN) == 0
+            dlog_w = dlog_w + (dw[r] * w[r] if C.PATH == FAST else dw[r],)
+    if is_fast(C.PATH) and (C.KEY_MASK or not C.EVEN):  # a hidden key has whatever is in its own rows
+        seen = load_vector(p_keys, i_n * C.BN, C.BN) == 0
         b_dk, b_dv = tl.where(seen[:, None], b_dk, 0.0), tl.where(seen[:, None], b_dv, 0.0)
         dlog_w = where_tuple(seen, dlog_w, M)
 
-    p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * (BD + 1)
-    b_k = load_tile(K + origin * skb + i_h * skh, i_n * BN, num_keys, skn, BN, D, BD, True, True)
+    p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * (C.BD + 1)
+    b_k = load_tile(K + origin * skb + i_h * skh, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True)
     for r in tl.static_range(M):
-        b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+        b_b = tl.load(SHIFT + (i_h * M + r) * C.D + o_d, mask=o_d < C.D, other=0.0).to(tl.float32)
         pull = dlog_w[r][:, None] * (b_k.to(tl.float32) + b_b[None, :])
         b_dk -= pull
-        tl.store(p_part + r * (BD + 1) + o_d, -tl.sum(pull, 0) * inverse_variance)
-        tl.store(p_part + r * (BD + 1) + BD, tl.sum(dlog_w[r], 0))
-        if POSITIONS:
+        tl.store(p_part + r * (C.BD + 1) + o_d, -tl.sum(pull, 0) * inverse_variance)
+        tl.store(p_part + r * (C.BD + 1) + C.BD, tl.sum(dlog_w[r], 0))
+        if C.POSITIONS:
             tl.store(DLW + (i_bh.to(tl.int64) * M + r) * positions + o_n, dlog_w[r], mask=o_n < num_keys)
-    store_tile(DK + origin * sdb + i_h * sdh, b_dk * inverse_variance, i_n * BN, num_keys, sdn, BN, D, BD)
-    store_tile(DV_ + origin * seb + i_h * seh, b_dv, i_n * BN, num_keys, sen, BN, DV, BV)
+    store_tile(DK + origin * sdb + i_h * sdh, b_dk * inverse_variance, i_n * C.BN, num_keys, sdn, C.BN, C.D, C.BD)
+    store_tile(GRAD_V + origin * seb + i_h * seh, b_dv, i_n * C.BN, num_keys, sen, C.BN, C.DV, C.BV)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, FAR_HEADS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, scale, threshold,
-    inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh,
-    sen, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, ROAD: tl.constexpr, HEADS: tl.constexpr,
-    NARROW: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, SPANS: tl.constexpr,
-    KEY_MASK: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
+    tensors, numbers, strides, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts,
+    parts, C: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head, or, for the heads that need it, all their blocks between a few programs."""
-    blocks, groups = padded_keys // BN, BATCHES * H
-    if HEADS == FAR:
-        if any_far(FAR_HEADS, groups, 128):
-            for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
-                i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, SPANS)
-                i_n = i_block
-                if is_far(FAR_HEADS, i_bh) and not is_behind(SPAN, i_bh // H, i_n * BN, PACKED):
-                    key_block(
-                        i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART,
-                        scale, threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
-                        sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries,
-                        padded_keys, query_parts, parts, D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS,
-                        KEY_MASK, DROPOUT, POSITIONS, PRECISION, WIDTH, BM, BN, PACKED,
-                    )  # fmt: skip
-    else:
-        i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, SPANS)
-        i_n = i_block
-        if (HEADS == EVERY or not is_far(FAR_HEADS, i_bh)) and not is_behind(SPAN, i_bh // H, i_n * BN, PACKED):
-            key_block(
-                i_n, i_bh, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SPAN, SEED, DO, KNOWN, DK, DV_, DLW, PART, scale,
-                threshold, inverse_keep, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn,
-                sdb, sdh, sdn, seb, seh, sen, H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts,
-                D, DV, BD, BV, M, ROAD, NARROW, CAUSAL, EVEN, SPANS, KEY_MASK, DROPOUT, POSITIONS, PRECISION,
-                WIDTH, BM, BN, PACKED,
-            )  # fmt: skip
+    """Gradients of the keys and values, one program for each block of them."""
+    sizes = (H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts)
+    for_each_block(key_block, tensors, numbers, strides, sizes, BATCHES, section, padded_keys // C.BN, C.BN, False, C)

@@ -8,7 +8,7 @@ at the end; a hard one needs both scores, so each has half of the columns.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -46,6 +46,10 @@ from mgk.ops.triton.hopper import (
     unit_columns,
     work_of,
 )
+
+if TYPE_CHECKING:
+    from mgk.ops.triton.launch_shifted import Saved
+    from mgk.ops.triton.problem import Problem
 
 # (kernel, width): the tile of the other side, and how many of those the ring holds
 SIZES = {
@@ -573,50 +577,43 @@ def weights(keys: Tensor, narrow_keys: Tensor, hard: bool, width: int) -> Tensor
     return lines(keys, width, ROW32) if hard else lines(narrow_keys, width, ROW16)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, narrow_keys: Tensor, output: Tensor, rows: Tensor,
-    far: Tensor, scale: float, hard: bool, causal: bool, section: int,
-) -> None:  # fmt: skip
-    """Output and LSE of the heads that do not reach far; those found to on the way are marked."""
-    size = sizes("forward_kernel", query.shape[-1])
+def forward(p: Problem, saved: Saved) -> None:
+    """Output and log-sum-exp of the heads that fit; heads that are found not to are flagged."""
+    output, rows, keys, factors, overflow = saved
+    size, query, key = sizes("forward_kernel", p.width), p.query, p.key
     tile = size["BN"]
     run(
-        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(key, tile), tiles(value, tile),
-        weights(keys, narrow_keys, hard, tile), output, rows, far, scale, *strides(output), far.shape[0], section,
-        query.shape[1], query.shape[2], key.shape[3], rows.shape[-1], **size, EVEN=even(query, key),
-        CAUSAL=causal, BEST=hard,
+        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(key, tile), tiles(p.value, tile),
+        weights(keys, factors, p.hard, tile), output, rows, overflow, p.numbers[0], *strides(output), p.groups,
+        p.section, p.heads, query.shape[2], key.shape[3], rows.shape[-1], **size, EVEN=even(query, key),
+        CAUSAL=p.causal, BEST=p.hard,
     )  # fmt: skip
 
 
-def query_side(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor, keys: Tensor,
-    narrow_keys: Tensor, far: Tensor, known: Tensor, grad_query: Tensor, scale: float, inverse_variance: float,
-    hard: bool, causal: bool, section: int,
-) -> None:  # fmt: skip
-    """dq, and `known` as vectors along the queries, of the heads that do not reach far."""
-    size = sizes("query_kernel", query.shape[-1])
+def query_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grad_query: Tensor) -> None:
+    """dq, and `row_stats` as vectors along the queries, of the heads that fit."""
+    output, rows, keys, factors, overflow = saved
+    size, query, key = sizes("query_kernel", p.width), p.query, p.key
     tile = size["BN"]
     run(
         query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, tile),
-        tiles(value, tile), weights(keys, narrow_keys, hard, tile), output, rows, far, known, grad_query, scale,
-        inverse_variance, *strides(output, grad_query), far.shape[0], section, query.shape[1], query.shape[2],
-        key.shape[3], rows.shape[-1], known.shape[-1], **size, EVEN=even(query, key), CAUSAL=causal, BEST=hard,
+        tiles(p.value, tile), weights(keys, factors, p.hard, tile), output, rows, overflow, row_stats, grad_query,
+        p.numbers[0], 1 / p.variance, *strides(output, grad_query), p.groups, p.section, p.heads, query.shape[2],
+        key.shape[3], rows.shape[-1], row_stats.shape[-1], **size, EVEN=even(query, key), CAUSAL=p.causal, BEST=p.hard,
     )  # fmt: skip
 
 
-def key_side(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, narrow_keys: Tensor, far: Tensor,
-    known: Tensor, grad_key: Tensor, grad_value: Tensor, grad_bias: Tensor, part: Tensor, scale: float,
-    inverse_variance: float, hard: bool, causal: bool, section: int, positions: int,
-) -> None:  # fmt: skip
-    """dk, dv, those of a prior per position and `part`, of the heads that do not reach far."""
-    size = sizes("key_kernel", query.shape[-1])
+def key_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grads: list[Tensor], part: Tensor) -> None:
+    """dk, dv, the gradient of a prior per position and `part`, of the heads that fit."""
+    _, _, keys, factors, overflow = saved
+    _, grad_key, grad_value, grad_bias = grads
+    size, query, key = sizes("key_kernel", p.width), p.query, p.key
     queries, block = size["BM"], size["BN"]
-    vectors = lines(known.view(known.shape[0], -1, known.shape[1]), queries, ROW32)
+    vectors = lines(row_stats.view(row_stats.shape[0], -1, row_stats.shape[1]), queries, ROW32)
     run(
         key_kernel, key.shape[3], block, query, tiles(query, queries), tiles(grad, queries), tiles(key, block),
-        tiles(value, block), vectors, keys if hard else narrow_keys, far, grad_key, grad_value, grad_bias, part, scale,
-        inverse_variance, *strides(grad_key, grad_value), far.shape[0], section, query.shape[1], query.shape[2],
-        key.shape[3], positions, keys.shape[-1], part.shape[2], known.shape[-1], **size, CAUSAL=causal, BEST=hard,
-        POSITIONS=grad_bias.dim() > 1,
+        tiles(p.value, block), vectors, keys if p.hard else factors, overflow, grad_key, grad_value, grad_bias, part,
+        p.numbers[0], 1 / p.variance, *strides(grad_key, grad_value), p.groups, p.section, p.heads, query.shape[2],
+        key.shape[3], p.positions, keys.shape[-1], part.shape[2], row_stats.shape[-1], **size, CAUSAL=p.causal,
+        BEST=p.hard, POSITIONS=grad_bias.dim() > 1,
     )  # fmt: skip

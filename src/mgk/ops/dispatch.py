@@ -1,0 +1,297 @@
+"""Decide which implementation, kernels and tile sizes a call gets. No other module decides.
+
+`plan` is a pure function of a `Call`, which describes a call by its shapes, types, features, device and versions. It
+needs neither a GPU nor Triton, so that the plan for any machine can be tested and printed (`mgk bench --plan`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
+TRITON_DTYPES = ("bfloat16", "float16", "float32")
+TRITON_WIDTH = 256
+MAX_DECODE_QUERIES = 16
+SHORT = 256  # the longest sequence that one program handles alone
+SUMS = 8  # columns of the smallest matrix product: the components whose sums it can hold
+GLUON_VERSIONS = ((3, 6),)  # the Triton versions that the Hopper kernels were run with
+HOPPER = (9, 0)
+HOPPER_BLOCK = 128
+
+# Heads that a launch handles. Overflow is detected per head: most calls have no such head.
+ALL, FITTING, OVERFLOWING = 0, 1, 2
+# How a launch computes: factored exponentials (FAST), right for all numbers (FALLBACK), and the same for a hard E-step.
+FAST, FALLBACK, HARD, FAST_HARD = 0, 1, 2, 3
+
+
+class Tile(NamedTuple):
+    """Block sizes of a generic kernel, and how it is compiled."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None  # a limit per thread, where one more program per multiprocessor pays for it
+
+
+class Launch(NamedTuple):
+    """One launch of a pass."""
+
+    kernels: str  # "generic", "short", "hopper" or "hopper short"
+    heads: int = ALL
+    path: int = FAST
+    fixed: bool = False  # the row maximum is bounded beforehand instead of updated
+    narrow: bool = False  # weights are mixed in bfloat16, and summed by matrix products
+    as_vectors: bool = False  # hands its row statistics to the key pass as vectors, which the Hopper kernel reads
+    tile: Tile | None = None  # None: the Hopper kernels have tiles of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a decision depends on.
+
+    `gluon`: Triton can compile the Hopper kernels. `aligned`: the copy engine can read every tensor in tiles, as
+    addresses and strides are multiples of 16 bytes.
+    """
+
+    family: str  # "shifted" or "projected"
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    capability: tuple[int, int] | None = None
+    triton: bool = True
+    gluon: bool = False
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    components: int = 2
+    hard: bool = False
+    masked: bool = False
+    packed: bool = False
+    dropout: bool = False
+    variances: bool = False  # one variance per component
+    aligned: bool = True
+    needs_grad: bool = True
+
+    @property
+    def block_width(self) -> int:
+        return max(block_width(self.width), block_width(self.value_width))
+
+    @property
+    def narrow(self) -> bool:
+        return self.dtype == "bfloat16" and self.components <= SUMS
+
+    @property
+    def short(self) -> bool:
+        """Whether one program handles a head: few tiles, and sums over a key tile that fit into registers."""
+        few = not self.packed and 0 < max(self.queries, self.keys) <= SHORT
+        small = self.block_width <= 32 and self.components * self.block_width <= 64
+        return self.family == "shifted" and few and small and self.dtype == "bfloat16"
+
+    def on_hopper(self, widths: tuple[int, ...]) -> bool:
+        """Whether a Hopper kernel for these head widths takes the call."""
+        plain = not (self.masked or self.packed or self.dropout or self.variances)
+        fits = self.dtype == "bfloat16" and self.components == 2 and self.width == self.value_width
+        return self.gluon and self.capability == HOPPER and plain and fits and self.width in widths
+
+    def wide(self, least: int) -> bool:
+        """Whether the Hopper kernels for long sequences take the call, with heads at least so wide."""
+        long = self.aligned and min(self.queries, self.keys) >= HOPPER_BLOCK
+        return long and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs, and why. A short call has one backward kernel, listed in `query`."""
+
+    implementation: str
+    reason: str
+    decode: bool = False
+    short: bool = False
+    forward: tuple[Launch, ...] = ()
+    query: tuple[Launch, ...] = ()
+    key: tuple[Launch, ...] = ()
+    query_tile: Tile | None = None  # of the generic kernels, whether they are launched or not
+    key_tile: Tile | None = None
+
+
+def block_width(width: int) -> int:
+    """The width of a block in registers: matrix products need powers of two, and at least 16."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def implementation(impl: str, device: str, dtype: str, width: int, triton: bool) -> tuple[str, str]:
+    """The implementation that `impl` stands for, and the reason. An implementation that is named is never replaced."""
+    if impl != "auto":
+        return impl, "asked for by name"
+    if device == "cpu":
+        return "blockwise", "CPU tensors"
+    reason = "CUDA tensors"
+    if device != "cuda":
+        reason = f"no kernels for device {device}"
+    elif not triton:
+        reason = "Triton is not installed"
+    elif dtype not in TRITON_DTYPES:
+        reason = f"no Triton kernels for {dtype}"
+    elif width > TRITON_WIDTH:
+        reason = f"no Triton kernels for heads wider than {TRITON_WIDTH}"
+    return ("triton" if reason == "CUDA tensors" else "reference"), reason
+
+
+def decodes(queries: int, needs_grad: bool, dropout: bool, query_mask: bool, packed: bool) -> bool:
+    """Whether the decoding kernel, which splits the keys between programs, takes the call."""
+    return queries <= MAX_DECODE_QUERIES and not (needs_grad or dropout or query_mask or packed)
+
+
+@lru_cache(maxsize=1024)
+def plan(call: Call, impl: str = "auto") -> Plan:
+    """Everything that is decided about a call."""
+    width = max(call.width, call.value_width)
+    name, reason = implementation(impl, call.device, call.dtype, width, call.triton)
+    if name != "triton":
+        return Plan(name, reason)
+    if decodes(call.queries, call.needs_grad, call.dropout, False, call.packed):
+        return Plan(name, reason, decode=True)
+    if call.short:
+        return Plan(name, reason, short=True, forward=short(call, "forward"), query=short(call, "backward"))
+    passes = shifted(call) if call.family == "shifted" else projected(call)
+    with_tiles = [tuple(tiled(call, kind, each) for each in launches) for kind, launches in passes.items()]
+    tiles = [choose_tile(call.family, kind, call) for kind in ("query", "key")]
+    return Plan(name, reason, False, False, *with_tiles, *tiles)
+
+
+def short(call: Call, kind: str) -> tuple[Launch, ...]:
+    """One program per head. On Hopper a kernel of its own takes the heads that fit, and leaves the others."""
+    tile = choose_tile("shifted", f"short {kind}", call)
+    if call.on_hopper((16, 32)) and min(call.queries, call.keys) > 0:
+        return Launch("hopper short", FITTING), Launch("short", OVERFLOWING, tile=tile)
+    return (Launch("short", ALL, tile=tile),)
+
+
+def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
+    fixed = call.dtype != "float16"  # which has too few exponents for a maximum that is fixed beforehand
+    rest = Launch("generic", OVERFLOWING, HARD if call.hard else FALLBACK)
+    path = (FAST_HARD if call.narrow else HARD) if call.hard else FAST
+    forward = (Launch("generic", FITTING, path, fixed, call.narrow), rest)
+    if call.hard and not fixed:
+        forward = (rest._replace(heads=ALL),)
+    if call.hard and not (call.narrow and call.components == 2):
+        backward: tuple[Launch, ...] = (Launch("generic", ALL, HARD, narrow=call.narrow),)
+    else:
+        fast = Launch("generic", FITTING, FAST_HARD if call.hard else FAST, narrow=call.narrow)
+        backward = (fast, rest._replace(narrow=call.hard))
+    query = key = backward
+    if call.wide(64):
+        forward = on_hopper(forward)
+    if call.wide(32):  # the query pass of narrower heads is faster in Triton
+        key = on_hopper(backward)
+        vectors = (backward[0]._replace(as_vectors=True), *backward[1:])
+        query = on_hopper(backward) if call.width > 32 else vectors
+    return {"forward": forward, "query": query, "key": key}
+
+
+def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
+    path = HARD if call.hard else FALLBACK
+    fixed = not call.variances and call.dtype != "float16"
+    forward: tuple[Launch, ...] = (Launch("generic", ALL, path),)
+    if fixed:
+        fast = HARD if call.hard else FAST
+        forward = (Launch("generic", FITTING, fast, True, call.narrow), Launch("generic", OVERFLOWING, path))
+    backward: tuple[Launch, ...] = (
+        Launch("generic", ALL, path, narrow=call.hard and call.narrow and not call.variances),
+    )
+    if call.narrow and not call.variances and not call.hard:
+        backward = (Launch("generic", FITTING, FAST, narrow=True), Launch("generic", OVERFLOWING, path))
+    if call.wide(32):
+        forward = on_hopper(forward)
+    if call.wide(32 if call.hard else 64):
+        backward = on_hopper(backward)
+    return {"forward": forward, "query": backward, "key": backward}
+
+
+def on_hopper(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """The same with a Hopper kernel for the heads of the first launch."""
+    return (launches[0]._replace(kernels="hopper"), *launches[1:])
+
+
+def tiled(call: Call, kind: str, launch: Launch) -> Launch:
+    if launch.kernels == "hopper":
+        return launch
+    return launch._replace(tile=choose_tile(call.family, kind, call))
+
+
+# (family, pass, block width): tile, for half precision; found with `python -m benchmarks.tune` on an H200
+TILES: dict[tuple[str, str, int], Tile] = {
+    ("shifted", "forward", 16): Tile(64, 64, 4, 3),
+    ("shifted", "forward", 32): Tile(128, 64, 4, 3, 168),
+    ("shifted", "forward", 64): Tile(128, 64, 4, 3),
+    ("shifted", "forward", 128): Tile(64, 64, 4, 3),
+    ("shifted", "query", 16): Tile(128, 64, 4, 3),
+    ("shifted", "query", 32): Tile(128, 64, 4, 3),
+    ("shifted", "query", 64): Tile(64, 64, 4, 3),
+    ("shifted", "query", 128): Tile(64, 64, 4, 2),
+    ("shifted", "key", 16): Tile(32, 64, 4, 3),
+    ("shifted", "key", 32): Tile(64, 64, 4, 3, 168),
+    ("shifted", "key", 64): Tile(64, 64, 4, 3),
+    ("shifted", "key", 128): Tile(32, 128, 8, 3),
+    ("shifted", "short forward", 16): Tile(64, 64, 4, 1, 168),
+    ("shifted", "short forward", 32): Tile(64, 64, 4, 3),
+    ("shifted", "short backward", 16): Tile(32, 64, 4, 1, 168),
+    ("shifted", "short backward", 32): Tile(64, 64, 4, 2),
+    ("projected", "forward", 16): Tile(64, 64, 4, 3),
+    ("projected", "forward", 32): Tile(128, 64, 4, 3),
+    ("projected", "forward", 64): Tile(128, 64, 4, 3),
+    ("projected", "forward", 128): Tile(128, 64, 8, 3),
+    ("projected", "query", 16): Tile(64, 64, 4, 3),
+    ("projected", "query", 32): Tile(64, 64, 4, 3),
+    ("projected", "query", 64): Tile(64, 64, 4, 3),
+    ("projected", "query", 128): Tile(128, 64, 8, 2),
+    ("projected", "key", 16): Tile(32, 64, 4, 3),
+    ("projected", "key", 32): Tile(64, 64, 4, 3, 168),
+    ("projected", "key", 64): Tile(64, 64, 4, 3),
+    ("projected", "key", 128): Tile(32, 128, 8, 1),
+}
+# Tiles that replace the table's while a sweep tries them, by family and pass. Clear `plan`'s cache after a change.
+override: dict[tuple[str, str], Tile] = {}
+
+
+def choose_tile(family: str, kind: str, call: Call) -> Tile:
+    """From the table, or by a rule for wide heads, float32 and many components, which need smaller tiles."""
+    if (family, kind) in override:
+        return override[family, kind]
+    width, half = call.block_width, call.dtype != "float32"
+    if width > 128 or (not half and width > 64):
+        return Tile(64, 32, 8, 2) if half and call.components <= 2 else Tile(32, 32, 4, 1)
+    if not half or (family == "projected" and call.components > 2):
+        return Tile(64, 32, 4, 2) if kind != "key" else Tile(32, 64, 4, 2)
+    return TILES[family, kind, width]
+
+
+def describe(call: Call, impl: str = "auto") -> list[tuple[str, str]]:
+    """The plan as text: a pass and what it launches, line by line."""
+    chosen = plan(call, impl)
+    lines = [("implementation", f"{chosen.implementation} ({chosen.reason})")]
+    if chosen.decode:
+        lines.append(("forward", "decoding kernel, which splits the keys between programs"))
+    passes = {"forward": chosen.forward, "backward": chosen.query} if chosen.short else {
+        "forward": chosen.forward, "dq": chosen.query, "dk, dv": chosen.key
+    }  # fmt: skip
+    for name, launches in passes.items():
+        lines += [(name, describe_launch(each)) for each in launches]
+    return lines
+
+
+def describe_launch(launch: Launch) -> str:
+    heads = {ALL: "all heads", FITTING: "heads on the fast path", OVERFLOWING: "heads that would overflow, if any"}
+    text = f"{launch.kernels} kernel, {heads[launch.heads]}"
+    if launch.tile is not None:
+        tile = launch.tile
+        text += f", tile {tile.queries} x {tile.keys}, {tile.warps} warps, {tile.stages} stages"
+    return text
+
+
+def as_if(call: Call, **changes: object) -> Call:
+    """The same call on another machine or with other features."""
+    return replace(call, **changes)  # type: ignore[arg-type]

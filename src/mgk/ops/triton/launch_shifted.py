@@ -1,0 +1,191 @@
+"""Launch the kernels for shifted keys: biases, forward and backward, generic, short or Hopper, as the plan says.
+
+What the forward pass leaves for the backward pass:
+
+    rows (G,1+2M,Nq')    per query: its log-sum-exp, and the factors and exponents of its components
+    keys (G,1+2M,Nk')    per key: 0 or -inf where it is hidden, and the factors and exponents of its components
+    factors (G,M,Nk')    the keys' factors in bfloat16, where weights are mixed in it
+    overflow (G,2)       1 for heads that would overflow on the fast path, found beforehand or by the forward pass
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mgk.ops.dispatch import FALLBACK, FAST, FAST_HARD, HARD, Plan, block_width
+from mgk.ops.triton import shifted, short
+from mgk.ops.triton.bias import shifted_bias, side_by_side
+from mgk.ops.triton.host import as_bytes
+from mgk.ops.triton.launch import launch
+from mgk.ops.triton.primitives import COLUMNS
+from mgk.ops.triton.problem import GLUON, Problem, compile_options, generic, lanes, padded, strides
+
+if GLUON:
+    from mgk.ops.triton import hopper, hopper_short
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # output, rows, keys, factors, overflow
+
+
+def results(p: Problem) -> Saved:
+    """Memory for what `forward` returns."""
+    _, num_queries, num_keys = p.lengths
+    narrow = p.query.dtype == torch.bfloat16 and p.components <= 8
+    return (
+        p.new_output(),
+        p.empty(p.groups, 1 + 2 * p.components, padded(num_queries)),
+        p.empty(p.groups, 1 + 2 * p.components, padded(num_keys)),
+        p.empty(*((p.groups, p.components, padded(num_keys)) if narrow else (0,)), dtype=torch.bfloat16),
+        p.empty(p.groups, 2),
+    )
+
+
+def forward(p: Problem) -> Saved:
+    saved = results(p)
+    if saved[0].numel():
+        plan = p.plan()
+        if plan.short:
+            short_forward(p, plan, saved)
+        else:
+            long_forward(p, plan, saved)
+    return saved
+
+
+def long_forward(p: Problem, plan: Plan, saved: Saved) -> None:
+    output, rows, keys, factors, overflow = saved
+    batch, num_queries, num_keys = p.lengths
+    prior = None if p.hard else p.log_prior
+    shifted_bias(
+        keys, factors, rows, overflow.zero_(), p.query, p.key, p.shift, prior, 1 / p.variance, p.key_mask, p.hard,
+        p.spans if p.packed else None,
+    )  # fmt: skip
+    tensors = (
+        overflow, p.spans, p.query, p.key, p.value, keys, factors, output, rows, as_bytes(p.query_mask), p.seed
+    )  # fmt: skip
+    for each in plan.forward:
+        if each.kernels == "hopper":
+            hopper.forward(p, saved)
+            continue
+        settings = p.settings(each, MASK_QUERIES=p.query_mask is not None)
+        launch(
+            shifted.forward_kernel, p.grid(rows.shape[-1] // settings.BM * p.groups, each), tensors,
+            (*p.numbers, 1 / p.variance), strides(p.query, p.key, p.value, output, packed=p.packed), batch, p.section,
+            p.heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], settings, **compile_options(each),
+        )  # fmt: skip
+
+
+def short_forward(p: Problem, plan: Plan, saved: Saved) -> None:
+    output, rows, keys, factors, overflow = saved
+    _, num_queries, num_keys = p.lengths
+    prior = None if p.hard else p.log_prior
+    *near, rest = plan.forward
+    if near:
+        hopper_short.forward(p, prior, saved)
+    fast = rest._replace(path=FAST_HARD if p.hard else FAST, fixed=True, narrow=True)
+    fallback = rest._replace(path=HARD if p.hard else FALLBACK)
+    settings = [p.settings(each, MASK_QUERIES=p.query_mask is not None) for each in (fast, fallback)]
+    tensors = (
+        overflow, p.spans, p.query, p.key, p.value, keys, factors, output, rows, as_bytes(p.query_mask), p.seed
+    )  # fmt: skip
+    launch(
+        short.forward_kernel, (p.groups,), tensors, p.shift, prior, as_bytes(p.key_mask),
+        (*p.numbers, 1 / p.variance), strides(p.query, p.key, p.value, output), p.heads, num_queries, num_keys,
+        rows.shape[-1], keys.shape[-1], *settings, 0 if prior is None else prior.dim(), **compile_options(rest),
+    )  # fmt: skip
+
+
+def backward(
+    p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Fill `grads` (of query, key, value and of a prior per position), and return them with (H,M,BD+1): the gradients
+    of the shift and, last, of the prior of a head.
+    """
+    plan = p.plan(grad)
+    part = short_backward(p, plan, saved, grad, grads) if plan.short else long_backward(p, plan, saved, grad, grads)
+    return grads[0], grads[1], grads[2], part, grads[3]
+
+
+def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: list[Tensor]) -> Tensor:
+    output, rows, keys, factors, overflow = saved
+    grad_query, grad_key, grad_value, grad_bias = grads
+    batch, num_queries, _ = p.lengths
+    on_hopper = any(each.kernels == "hopper" for each in plan.key)
+    on_queries, on_keys = generic(plan.query_tile), generic(plan.key_tile)
+    query_parts, key_parts = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
+    parts = (rows.shape[-1] + keys.shape[-1]) // hopper.HALF.value if on_hopper else query_parts + key_parts
+    row_stats = p.empty(p.groups, rows.shape[-1], max(1 << p.components.bit_length(), lanes(on_keys)))
+    part = p.empty(batch, p.heads, parts, p.components, block_width(p.width) + 1)
+    if p.packed or on_hopper:  # no program writes the parts after a sequence; fallback launches have other block sizes
+        part.zero_()
+    key_columns, row_columns = columns(p, saved)
+    numbers = (*p.numbers, 1 / p.variance)
+    sizes = (batch, p.section, p.heads, num_queries, p.positions, rows.shape[-1], keys.shape[-1])
+    shared = {"WIDTH": row_stats.shape[-1]}
+    if not p.groups:
+        return part.sum((0, 2))
+    for each in plan.query if query_parts else ():
+        if each.kernels == "hopper":
+            hopper.query_side(p, saved, grad, (key_columns, row_columns), row_stats, grad_query, part)
+            continue
+        tensors = (
+            overflow, p.spans, p.query, p.key, p.shift, p.value, keys, factors, or_unused(key_columns, factors), output,
+            rows, p.seed, grad, row_stats, or_unused(row_columns, factors), grad_query, part,
+        )  # fmt: skip
+        launch(
+            shifted.query_kernel, p.grid(p.groups * query_parts, each), tensors, numbers,
+            strides(p.query, p.key, p.value, output, grad, grad_query, packed=p.packed), *sizes, 0, parts,
+            p.settings(each, **shared, AS_VECTORS=each.as_vectors), **compile_options(each),
+        )  # fmt: skip
+    for each in plan.key if key_parts else ():
+        if each.kernels == "hopper":
+            hopper.key_side(p, saved, grad, row_columns, row_stats, grads, part)
+            continue
+        tensors = (
+            overflow, p.spans, p.query, p.key, p.shift, p.value, keys, rows, or_unused(row_columns, factors), p.seed,
+            grad, row_stats, grad_key, grad_value, grad_bias, part,
+        )  # fmt: skip
+        launch(
+            shifted.key_kernel, p.grid(p.groups * key_parts, each), tensors, numbers,
+            strides(p.query, p.key, p.value, grad, grad_key, grad_value, packed=p.packed), *sizes, query_parts, parts,
+            p.settings(each, **shared, POSITIONS=grad_bias.dim() > 1), **compile_options(each),
+        )  # fmt: skip
+    return part.sum((0, 2))
+
+
+def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """`tensor`, or one that the kernel does not read: Triton has no tuples with a None that a kernel renames."""
+    return other if tensor is None else tensor
+
+
+def columns(p: Problem, saved: Saved) -> tuple[Tensor | None, Tensor | None]:
+    """What narrow mixing reads as columns: of the keys, and memory for that of the queries."""
+    _, rows, keys, factors, _ = saved
+    if not factors.numel():
+        return None, None
+    if p.hard:  # what a query must lead by for the second component to win
+        return ((keys[:, 3] - keys[:, 4]).clamp(-6e4, 6e4).half(), None) if p.components == 2 else (None, None)
+    row_columns = factors.new_empty(rows.shape[0], rows.shape[-1], COLUMNS.value)
+    return side_by_side(factors, COLUMNS.value), row_columns
+
+
+def short_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: list[Tensor]) -> Tensor:
+    output, rows, keys, _, overflow = saved
+    batch, num_queries, num_keys = p.lengths
+    width, value_width = block_width(p.width), block_width(p.value.shape[-1])
+    rest_width = COLUMNS.value + (0 if p.hard else p.components - 1) * (width + value_width)
+    part, (groups, length) = p.empty(batch, p.heads, p.components, width + 1), (rows.shape[0], rows.shape[-1])
+    if p.groups:
+        *near, rest = plan.query
+        if near:
+            hopper_short.backward(p, saved, grad, grads, part)
+        scratch = (
+            p.empty(groups, length), p.empty(groups, length, rest_width, dtype=p.query.dtype),
+            p.empty(groups, length, width),
+        )  # fmt: skip
+        tensors = (overflow, p.query, p.key, p.shift, p.value, keys, output, rows, p.seed, grad, *scratch, *grads, part)
+        launch(
+            short.backward_kernel, (p.groups,), tensors, (*p.numbers, 1 / p.variance),
+            strides(p.query, p.key, p.value, output, grad, *grads[:3]), p.heads, num_queries, num_keys, length,
+            keys.shape[-1], p.settings(rest, WIDTH=rest_width, POSITIONS=grads[3].dim() > 1), **compile_options(rest),
+        )  # fmt: skip
+    return part.sum(0)

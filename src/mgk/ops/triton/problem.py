@@ -1,0 +1,189 @@
+"""What the launchers of the attention kernels share: a call's tensors and options, and the sizes that follow from them.
+
+B batch, H heads, G = B H, M components, Nq queries, Nk keys (padded to whole tiles: Nq', Nk'), D width of a head, Dv
+width of a value.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from mgk.ops import dispatch
+from mgk.ops.dispatch import OVERFLOWING, Call, Launch, Plan, Tile, block_width
+from mgk.ops.triton.bias import prior_positions, spans
+from mgk.ops.triton.host import dot_precision, dropout_numbers
+from mgk.ops.triton.primitives import PAD
+from mgk.ops.triton.settings import Settings
+
+LOG2E = math.log2(math.e)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+GLUON = VERSION in dispatch.GLUON_VERSIONS and not INTERPRETED
+CACHE_BYTES = 48 * 2**20  # of an H200's second-level cache
+FEW_PROGRAMS = 264  # for the heads that would overflow, of which there are mostly none
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The inputs of one call. Packed sequences (`cu_seqlens`, int32 (B+1,)) are the rows of a batch of one."""
+
+    query: Tensor  # (B,H,Nq,D)
+    key: Tensor  # (B,H,Nk,D) with a shift, else (B,H,M,Nk,D)
+    shift: Tensor | None  # (H,M,D)
+    value: Tensor  # (B,H,Nk,Dv)
+    log_prior: Tensor | None  # (H,M) or (H,M,Nk)
+    variances: Tensor | None  # (H,M), in place of `variance`
+    key_mask: Tensor | None  # (B,Nk)
+    query_mask: Tensor | None  # (B,Nq)
+    seed: Tensor | None  # of dropout
+    cu_seqlens: Tensor | None
+    variance: float
+    hard: bool
+    causal: bool
+    dropout_p: float
+    max_seqlen: int
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def components(self) -> int:
+        return self.key.shape[2] if self.shift is None else self.shift.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.query.shape[-1]
+
+    @cached_property
+    def lengths(self) -> tuple[int, int, int]:
+        """B, Nq and Nk; of packed sequences their number and the greatest length."""
+        if self.cu_seqlens is None:
+            return self.query.shape[0], self.query.shape[2], self.key.shape[-2]
+        return self.cu_seqlens.shape[0] - 1, self.max_seqlen, self.max_seqlen
+
+    @property
+    def groups(self) -> int:
+        return self.lengths[0] * self.heads
+
+    @cached_property
+    def spans(self) -> Tensor | None:
+        """Where the real queries and keys of each sequence begin and end; None where all of them are real."""
+        _, num_queries, num_keys = self.lengths
+        return spans(self.query_mask, self.key_mask, num_queries, num_keys, self.cu_seqlens)
+
+    @property
+    def positions(self) -> int:
+        return prior_positions(self.log_prior, self.lengths[2])
+
+    @property
+    def section(self) -> int:
+        """How many heads are worked on at a time: one, or with causal masks as many as half of the cache holds."""
+        if not self.causal:
+            return 1
+        numbers = math.prod(self.key.shape[2:-2]) * self.width + self.value.shape[-1]
+        return max(1, CACHE_BYTES // 2 // max(1, numbers * self.key.element_size() * self.lengths[2]))
+
+    def plan(self, *others: Tensor) -> Plan:
+        """What runs. `others` are further tensors that the kernels read in tiles."""
+        call = Call(
+            family="projected" if self.shift is None else "shifted", dtype=str(self.query.dtype).removeprefix("torch."),
+            capability=capability(self.query.device), gluon=GLUON, queries=self.query.shape[2],
+            keys=self.key.shape[-2], width=self.width, value_width=self.value.shape[-1], components=self.components,
+            hard=self.hard, masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
+            dropout=self.dropout_p > 0, variances=self.variances is not None,
+            aligned=GLUON and all(map(is_aligned, (self.query, self.key, self.value, *others))),
+        )  # fmt: skip
+        return dispatch.plan(call, "triton")
+
+    def settings(self, launch: Launch, **others: Any) -> Settings:
+        """The compile-time constants of a generic kernel."""
+        width, value_width, tile = self.width, self.value.shape[-1], generic(launch.tile)
+        sizes = self.query.shape[2], self.key.shape[-2]
+        return Settings(
+            D=width, DV=value_width, BD=block_width(width), BV=block_width(value_width), M=self.components,
+            BM=tile.queries, BN=tile.keys, PATH=launch.path, HEADS=launch.heads, FIXED=launch.fixed,
+            NARROW=launch.narrow, CAUSAL=self.causal, SPANS=self.spans is not None, PACKED=self.packed,
+            KEY_MASK=self.key_mask is not None, DROPOUT=self.dropout_p > 0, VARIANCES=self.variances is not None,
+            EVEN=not self.packed and min(sizes) > 0 and not any(size % PAD.value for size in sizes),
+            PRECISION=dot_precision(), HARD=self.hard, **others,
+        )  # fmt: skip
+
+    def grid(self, blocks: int, launch: Launch) -> tuple[int]:
+        """One program per block; few for the heads that would overflow, which share the blocks."""
+        return (min(blocks, FEW_PROGRAMS) if launch.heads == OVERFLOWING else blocks,)
+
+    @property
+    def numbers(self) -> tuple[float, int, float]:
+        """The score scale in base 2, and the threshold and the scale of dropout."""
+        return (LOG2E / self.variance, *dropout_numbers(self.dropout_p))
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device=self.query.device, dtype=dtype)
+
+    def new_output(self) -> Tensor:
+        output = empty_like_layout(self.query, *self.query.shape[:3], self.value.shape[-1])
+        return output.zero_() if self.packed else output  # no program writes to the rows after the last sequence
+
+    def new_gradients(self) -> list[Tensor]:
+        """Memory for the gradients of query, key, value and a prior per position: (B,H,M,Nk), or (0,) without one."""
+        by_position = self.log_prior is not None and self.log_prior.dim() == 3 and not self.hard
+        shape = (self.lengths[0], *self.log_prior.shape) if by_position else (0,)  # type: ignore[union-attr]
+        grads = [*map(torch.empty_like, (self.query, self.key, self.value)), self.empty(*shape)]
+        return [grad.zero_() for grad in grads] if self.packed else grads
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    strides = tensor.stride()[:-1]
+    return tensor.data_ptr() % 16 == 0 and all(0 < stride < 2**31 and stride % 8 == 0 for stride in strides)
+
+
+def compile_options(launch: Launch) -> dict[str, int]:
+    tile = generic(launch.tile)
+    result = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return result if tile.registers is None else result | {"maxnreg": tile.registers}
+
+
+def generic(tile: Tile | None) -> Tile:
+    """The tile of a generic kernel, which always has one."""
+    assert tile is not None
+    return tile
+
+
+def lanes(tile: Tile) -> int:
+    """How many numbers per query of a key pass's tile give every thread one; see `load_columns`."""
+    return max(1, 32 * tile.warps // tile.queries)
+
+
+def padded(length: int) -> int:
+    """A length padded to whole tiles of any size in use."""
+    return -(-length // PAD.value) * PAD.value
+
+
+def empty_like_layout(tensor: Tensor, *shape: int) -> Tensor:
+    """Uninitialised memory of a shape, with the axes in the order that `tensor` has them in memory."""
+    strides, step = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (tensor.stride(axis), -axis)):
+        strides[axis], step = step, step * max(1, shape[axis])
+    return torch.empty_strided(shape, strides, device=tensor.device, dtype=tensor.dtype)
+
+
+def strides(*tensors: Tensor, packed: bool = False) -> tuple[int, ...]:
+    """All strides but the last, which is 1. Packed rows have the stride of a row in place of the batch's."""
+    return tuple(stride for each in tensors for stride in (each.stride(-2 if packed else 0), *each.stride()[1:-1]))

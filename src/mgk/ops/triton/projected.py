@@ -1,0 +1,475 @@
+"""Kernels for projected keys, l[i,j,r] = q_i.k_jr/s2_r + row_bias[i,r] + key_bias[j,r]: M products, one with V.
+
+The key bias log prior - |k_jr|^2/(2 s2_r) comes from `bias.py`. With one variance the row bias is the same for all
+components and cancels; with a variance per component (VARIANCES) it is -|q_i|^2/(2 s2_r), computed here.
+
+Fixed row maximum (FIXED): no component's log-weight is above its prior, so that |q_i|^2/2s2 bounds a row before any key
+is seen; see shifted.py. A head with a row that this does not fit is left to a second launch.
+
+Narrow (bfloat16): the key bias is a factor w_r[j], multiplied in bfloat16, two at a time, and the sums over a row or
+column of a tile are a product with a few more columns. Heads whose w reach too far for that go to the second launch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mgk.ops.triton.primitives import (
+    COUNTS,
+    LOG2E,
+    NEVER,
+    SUMS,
+    dropout,
+    flag_bad_sums,
+    for_each_block,
+    key_range,
+    key_tiles,
+    load_columns,
+    load_tile,
+    load_vector,
+    load_vectors,
+    online_softmax,
+    query_tiles,
+    sees_a_key,
+    sequence,
+    split_columns,
+    store_tile,
+    unit_column,
+    where_tuple,
+    zeros_tuple,
+)
+
+
+@triton.jit
+def inverse_variances(p_variance, i_h, inverse_variance, M: tl.constexpr, VARIANCES: tl.constexpr):
+    """1/s2 of each component, as a tuple of numbers."""
+    result = ()
+    for r in tl.static_range(M):
+        if VARIANCES:
+            result = result + (1.0 / tl.load(p_variance + i_h * M + r),)
+        else:
+            result = result + (inverse_variance,)
+    return result
+
+
+@triton.jit
+def row_biases(b_q, inverse, M: tl.constexpr, VARIANCES: tl.constexpr):
+    """-|q|^2 / 2 s2_r in base 2, or nothing where it cancels.  # M x [BM]"""
+    result = ()
+    norm = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+    for r in tl.static_range(M):
+        if VARIANCES:
+            result = result + (norm * (-0.5 * LOG2E) * inverse[r],)
+        else:
+            result = result + (tl.zeros_like(norm),)
+    return result
+
+
+@triton.jit
+def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr, C: tl.constexpr):
+    """l in base 2 (FACTORED: less its key bias), -inf where hidden, and the keys.  # M x [BM, BN], M x [BN, BD]"""
+    M: tl.constexpr = C.M
+    FACTORED: tl.constexpr = C.NARROW and not C.HARD
+    p_k, _, p_lw, _, _ = pointers
+    _, i_m, offset, num_keys, padded_keys, stride_km, stride_k, _ = place
+    o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
+    if MASKED or not FACTORED:
+        log_w = load_vectors(p_lw, start, padded_keys, C.BN, M)
+    result, keys = (), ()
+    for r in tl.static_range(M):
+        b_k = load_tile(p_k + r * stride_km, start, num_keys, stride_k, C.BN, C.D, C.BD, MASKED)  # [BN, BD]
+        x = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION) * (inverse[r] * LOG2E)
+        if not FACTORED:
+            x += log_w[r][None, :]
+        elif MASKED:
+            x += tl.where(log_w[0] == NEVER, NEVER, 0.0)[None, :]
+        if C.VARIANCES:
+            x += row[r][:, None]
+        if C.CAUSAL and MASKED:
+            x = tl.where(o_n[None, :] <= o_m[:, None] + offset, x, NEVER)
+        result, keys = result + (x,), keys + (b_k,)
+    return result, keys
+
+
+@triton.jit
+def factored_parts(x, m, w, dtype: tl.constexpr, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
+    """2^(x_r - m) w_r, narrow, as a tuple."""
+    result = ()
+    for r in tl.static_range(M):
+        if KEYS_DOWN:
+            part = tl.exp2(x[r] - m[None, :]).to(dtype) * w[r][:, None]
+        else:
+            part = tl.exp2(x[r] - m[:, None]).to(dtype) * w[r][None, :]
+        result = result + (part,)
+    return result
+
+
+@triton.jit
+def summed(parts, M: tl.constexpr):
+    result = parts[0]
+    for r in tl.static_range(1, M):
+        result = result + parts[r]
+    return result
+
+
+@triton.jit
+def forward_step(start, state, b_q, row, inverse, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr):
+    M: tl.constexpr = C.M
+    FACTORED: tl.constexpr = C.NARROW and not C.HARD
+    acc, m, l = state
+    _, p_v, _, p_w, p_seed = pointers
+    i_bh, i_m, _, num_keys, padded_keys, _, _, stride_v = place
+    x, _ = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
+    if FACTORED:
+        p = summed(factored_parts(x, m, load_vectors(p_w, start, padded_keys, C.BN, M), b_q.dtype, False, M), M)
+    else:
+        largest = x[0]
+        for r in tl.static_range(1, M):
+            largest = tl.maximum(largest, x[r])
+        m_safe = m
+        if not C.FIXED:
+            m, m_safe, alpha = online_softmax(tl.max(largest, 1), m)
+            l, acc = l * alpha, acc * alpha[:, None]
+        if C.HARD:
+            p = tl.exp2(largest - m_safe[:, None])
+        else:
+            p = tl.exp2(x[0] - m_safe[:, None])
+            for r in tl.static_range(1, M):
+                p += tl.exp2(x[r] - m_safe[:, None])
+    if C.NARROW:
+        p = p.to(b_q.dtype)
+        l = tl.dot(p, unit_column(0, C.BN, b_q.dtype), l)
+    else:
+        l += tl.sum(p, 1)
+    if C.DROPOUT:  # what is kept is divided by its share at the end
+        p = p * dropout(p_seed, i_bh, i_m * C.BM, start, numbers[1], 1.0, False, C.BM, C.BN).to(p.dtype)
+    b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=C.PRECISION)
+    return acc, m, l
+
+
+@triton.jit
+def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
+    M: tl.constexpr = C.M
+    OVERFLOW, SPAN, Q, K, V, LW, FACTORS, VARIANCE, OUT, LSE, QUERY_MASK, SEED = tensors
+    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son = strides
+    H, num_queries, num_keys, padded_queries, padded_keys = sizes
+    inverse_variance, _, inverse_keep = numbers
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
+    offset = num_keys - num_queries
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
+    o_m = i_m * C.BM + tl.arange(0, C.BM)
+    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
+    p_lw, p_row = LW + i_bh.to(tl.int64) * M * padded_keys, i_bh.to(tl.int64) * padded_queries
+    p_w = FACTORS
+    if C.NARROW and not C.HARD:
+        p_w += i_bh.to(tl.int64) * M * padded_keys
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
+    inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
+    row = row_biases(b_q, inverse, M, C.VARIANCES)
+
+    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
+    if C.FIXED:
+        m = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) * (0.5 * LOG2E * inverse_variance)
+    else:
+        m = tl.full([C.BM], NEVER, tl.float32)
+    l, acc = tl.zeros([C.BM, SUMS] if C.NARROW else [C.BM], tl.float32), tl.zeros([C.BM, C.BV], tl.float32)
+    if C.EVEN and not C.SPANS and not C.CAUSAL:
+        tl.assume(full >= C.BN)
+    pointers = (p_k, p_v, p_lw, p_w, SEED)
+    place = (i_bh, i_m, offset, num_keys, padded_keys, skm, skn, svn)
+    for start in range(0, full, C.BN):
+        acc, m, l = forward_step(start, (acc, m, l), b_q, row, inverse, pointers, place, numbers, False, C)
+    if C.CAUSAL or C.KEY_MASK or not C.EVEN:
+        for start in tl.range(full, stop, C.BN, num_stages=1):
+            acc, m, l = forward_step(start, (acc, m, l), b_q, row, inverse, pointers, place, numbers, True, C)
+    if C.NARROW:
+        l = tl.sum(l, 1)
+    if C.DROPOUT:
+        acc *= inverse_keep
+    takes_part = o_m < num_queries
+    if C.MASK_QUERIES:
+        takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
+    if C.FIXED:
+        flag_bad_sums(OVERFLOW, i_bh, l, takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS))
+    takes_part = takes_part & (l > 0)
+    out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
+    store_tile(OUT + origin * sob + i_h * soh, out, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV)
+    tl.store(LSE + p_row + o_m, tl.where(takes_part, m + tl.log2(l), float("inf")))
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_kernel(
+    tensors, numbers, strides, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp, one program for each block of queries."""
+    sizes = (H, num_queries, num_keys, padded_queries, padded_keys)
+    for_each_block(
+        forward_block, tensors, numbers, strides, sizes, BATCHES, section, padded_queries // C.BM, C.BM, True, C
+    )
+
+
+@triton.jit
+def winner(x, M: tl.constexpr):
+    """Which component has the largest entry, the first one among equals, and that entry."""
+    best, won = x[0], tl.zeros(x[0].shape, tl.int32)
+    for r in tl.static_range(1, M):
+        won = tl.where(x[r] > best, r, won)
+        best = tl.maximum(best, x[r])
+    return best, won
+
+
+@triton.jit
+def query_step(
+    start, state, b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
+):
+    """One key tile's share of dq (times s2, with one variance) and of the row biases."""
+    M: tl.constexpr = C.M
+    FACTORED: tl.constexpr = C.NARROW and not C.HARD
+    b_dq, drow = state
+    _, p_v, _, p_w, p_seed = pointers
+    i_bh, i_m, _, num_keys, padded_keys, _, _, stride_v = place
+    _, threshold, inverse_keep = numbers
+    b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
+    x, keys = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
+    slope = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)  # [BM, BN]
+    if C.DROPOUT:
+        slope *= dropout(p_seed, i_bh, i_m * C.BM, start, threshold, inverse_keep, False, C.BM, C.BN)
+    slope -= delta[:, None]
+    new = ()
+    if FACTORED:
+        parts = factored_parts(x, lse, load_vectors(p_w, start, padded_keys, C.BN, M), b_q.dtype, False, M)
+        slope = slope.to(b_q.dtype)
+    if C.HARD:
+        best, won = winner(x, M)
+        whole = tl.exp2(best - lse[:, None]) * slope
+    for r in tl.static_range(M):
+        if C.HARD:
+            ds = tl.where(won == r, whole, 0.0)
+        elif FACTORED:
+            ds = parts[r] * slope
+        else:
+            ds = tl.exp2(x[r] - lse[:, None]) * slope
+        if C.VARIANCES:
+            new = new + (drow[r] + tl.sum(ds, 1),)
+            ds *= inverse[r]
+        else:
+            new = new + (drow[r],)
+        b_dq = tl.dot(ds.to(b_q.dtype), keys[r], b_dq, input_precision=C.PRECISION)
+    return b_dq, new
+
+
+@triton.jit
+def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
+    """dq, delta, and each query block's share of dvariance."""
+    M: tl.constexpr = C.M
+    _, SPAN, Q, K, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, ROW_STATS, DQ, PART = tensors
+    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
+    H, num_queries, num_keys, padded_queries, padded_keys, _, parts = sizes
+    inverse_variance = numbers[0]
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
+    offset = num_keys - num_queries
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
+    o_m = i_m * C.BM + tl.arange(0, C.BM)
+    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
+    p_lw, p_row = LW + i_bh.to(tl.int64) * M * padded_keys, i_bh.to(tl.int64) * padded_queries
+    p_w = FACTORS
+    if C.NARROW and not C.HARD:
+        p_w += i_bh.to(tl.int64) * M * padded_keys
+    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
+    b_do = load_tile(DO + origin * sgb + i_h * sgh, i_m * C.BM, num_queries, sgn, C.BM, C.DV, C.BV, True)  # [BM, BV]
+    b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV, True)  # [BM, BV]
+    delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
+    lse, p_row_stats = load_vector(LSE + p_row, i_m * C.BM, C.BM), ROW_STATS + (p_row + o_m) * C.WIDTH
+    tl.store(p_row_stats, lse)
+    tl.store(p_row_stats + 1, delta)
+    inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
+    row = row_biases(b_q, inverse, M, C.VARIANCES)
+
+    full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
+    b_dq, drow = tl.zeros([C.BM, C.BD], tl.float32), zeros_tuple([C.BM], M)
+    if C.EVEN and not C.SPANS and not C.CAUSAL:
+        tl.assume(full >= C.BN)
+    pointers = (p_k, p_v, p_lw, p_w, SEED)
+    place = (i_bh, i_m, offset, num_keys, padded_keys, skm, skn, svn)
+    for start in range(0, full, C.BN):
+        b_dq, drow = query_step(
+            start, (b_dq, drow), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, False, C
+        )
+    if C.CAUSAL or C.KEY_MASK or not C.EVEN:
+        for start in tl.range(full, stop, C.BN, num_stages=1):
+            b_dq, drow = query_step(
+                start, (b_dq, drow), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, True, C
+            )
+    if C.VARIANCES:
+        norm = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+        p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * 2
+        for r in tl.static_range(M):
+            b_dq -= (drow[r] * inverse[r])[:, None] * b_q.to(tl.float32)
+            tl.store(p_part + r * 2, 0.0)
+            tl.store(p_part + r * 2 + 1, tl.sum(drow[r] * norm, 0) * 0.5 * inverse[r] * inverse[r])
+    else:
+        b_dq *= inverse_variance
+    store_tile(DQ + origin * sdb + i_h * sdh, b_dq, i_m * C.BM, num_queries, sdn, C.BM, C.D, C.BD)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def query_kernel(
+    tensors, numbers, strides, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts,
+    parts, C: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the queries, one program for each block of them."""
+    sizes = (H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts)
+    for_each_block(
+        query_block, tensors, numbers, strides, sizes, BATCHES, section, padded_queries // C.BM, C.BM, True, C
+    )
+
+
+@triton.jit
+def key_step(
+    start, state, keys, b_v, log_w, w, inverse, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
+):
+    """One query tile's share of dk, dv and the key biases, keys down and queries across."""
+    M: tl.constexpr = C.M
+    FACTORED: tl.constexpr = C.NARROW and not C.HARD
+    b_dk, b_dv, dw = state
+    p_q, p_do, p_row_stats, p_seed = pointers
+    i_bh, i_n, offset, num_queries, stride_q, stride_g = place
+    _, threshold, inverse_keep = numbers
+    o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
+    b_q = load_tile(p_q, start, num_queries, stride_q, C.BM, C.D, C.BD, MASKED)  # [BM, BD]
+    b_do = load_tile(p_do, start, num_queries, stride_g, C.BM, C.DV, C.BV, MASKED)  # [BM, BV]
+    slope = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)  # [BN, BM]
+    known = load_columns(p_row_stats, start, C.BM, C.WIDTH)
+    lse, delta = known[0], known[1]
+    if C.DROPOUT:  # the weights that are kept are divided by their share at the end
+        drop = dropout(p_seed, i_bh, start, i_n * C.BN, threshold, 1.0, True, C.BM, C.BN)
+        slope = slope * drop * inverse_keep
+    slope -= delta[None, :]
+    row = row_biases(b_q, inverse, M, C.VARIANCES)
+    x = ()
+    for r in tl.static_range(M):
+        y = tl.dot(keys[r], tl.trans(b_q), input_precision=C.PRECISION) * (inverse[r] * LOG2E)
+        if not FACTORED:
+            y += log_w[r][:, None]
+        if C.VARIANCES:
+            y += row[r][None, :]
+        if C.CAUSAL and MASKED:
+            y = tl.where(o_n[:, None] <= o_m[None, :] + offset, y, NEVER)
+        x = x + (y,)
+    if C.HARD:
+        best, won = winner(x, M)
+        total = tl.exp2(best - lse[None, :])
+        whole = total * slope
+    elif FACTORED:
+        parts = factored_parts(x, lse, w, b_q.dtype, True, M)
+        total, slope = summed(parts, M), slope.to(b_q.dtype)
+    else:
+        total = tl.zeros_like(slope)
+    dk, db, columns = (), (), dw[0]
+    for r in tl.static_range(M):
+        if C.HARD:
+            ds = tl.where(won == r, whole, 0.0)
+        elif FACTORED:
+            ds = parts[r] * slope
+        else:
+            part = tl.exp2(x[r] - lse[None, :])
+            total += part
+            ds = part * slope
+        if C.NARROW:
+            columns = tl.dot(ds.to(b_q.dtype), unit_column(r, C.BM, b_q.dtype), columns)
+        else:
+            db = db + (dw[r] + tl.sum(ds, 1),)
+        dk = dk + (tl.dot(ds.to(b_q.dtype), b_q, b_dk[r], input_precision=C.PRECISION),)
+    if C.NARROW:
+        db = (columns,)
+    if C.DROPOUT:
+        total = total * drop.to(total.dtype)
+    b_dv = tl.dot(total.to(b_do.dtype), b_do, b_dv, input_precision=C.PRECISION)
+    return dk, b_dv, db
+
+
+@triton.jit
+def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
+    """dk, dv, and each key block's share of dlog_prior and dvariance."""
+    M: tl.constexpr = C.M
+    _, SPAN, Q, K, V, LW, FACTORS, VARIANCE, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
+    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen = strides
+    H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts = sizes
+    inverse_variance, _, inverse_keep = numbers
+    i_b, i_h, positions = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), num_keys
+    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
+    offset = num_keys - num_queries
+    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
+    o_n = i_n * C.BN + tl.arange(0, C.BN)
+    p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
+    p_k, p_row = K + origin * skb + i_h * skh, i_bh.to(tl.int64) * padded_queries
+    p_row_stats = ROW_STATS + p_row * C.WIDTH
+    b_v = load_tile(V + origin * svb + i_h * svh, i_n * C.BN, num_keys, svn, C.BN, C.DV, C.BV, True)  # [BN, BV]
+    log_w = load_vectors(LW + i_bh.to(tl.int64) * M * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
+    w = log_w
+    if C.NARROW and not C.HARD:
+        w = load_vectors(FACTORS + i_bh.to(tl.int64) * M * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
+    keys = ()
+    for r in tl.static_range(M):
+        keys = keys + (load_tile(p_k + r * skm, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True),)  # [BN, BD]
+    inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
+
+    begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, C.CAUSAL, C.BM, C.BN)
+    b_dk, b_dv, dw = (
+        zeros_tuple([C.BN, C.BD], M),
+        tl.zeros([C.BN, C.BV], tl.float32),
+        zeros_tuple([C.BN, SUMS], 1) if C.NARROW else zeros_tuple([C.BN], M),
+    )
+    if C.EVEN and not C.SPANS and not C.CAUSAL:
+        tl.assume(whole >= C.BM)
+    pointers = (p_q, p_do, p_row_stats, SEED)
+    place = (i_bh, i_n, offset, num_queries, sqn, sgn)
+    for start in range(visible, whole, C.BM):
+        b_dk, b_dv, dw = key_step(
+            start, (b_dk, b_dv, dw), keys, b_v, log_w, w, inverse, pointers, place, numbers, False, C
+        )
+    if C.CAUSAL or not C.EVEN:
+        diagonal, tail = tl.cdiv(visible - begin, C.BM), tl.maximum(visible, whole)
+        for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), C.BM), num_stages=1):
+            start = tl.where(i < diagonal, begin + i * C.BM, tail + (i - diagonal) * C.BM)
+            b_dk, b_dv, dw = key_step(
+                start, (b_dk, b_dv, dw), keys, b_v, log_w, w, inverse, pointers, place, numbers, True, C
+            )
+    if C.NARROW:
+        dw = split_columns(dw[0], M)
+        if C.KEY_MASK or not C.EVEN:  # a hidden key has whatever is in its own rows
+            seen = log_w[0] != NEVER
+            b_dv, dw = tl.where(seen[:, None], b_dv, 0.0), where_tuple(seen, dw, M)
+            b_dk = where_tuple(seen[:, None], b_dk, M)
+    if C.DROPOUT:
+        b_dv *= inverse_keep
+
+    p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * 2
+    for r in tl.static_range(M):
+        b_k = load_tile(p_k + r * skm, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True).to(
+            tl.float32
+        )  # [BN, BD]
+        tl.store(p_part + r * 2, tl.sum(dw[r], 0))
+        if C.VARIANCES:
+            moment = tl.sum(b_k * (0.5 * dw[r][:, None] * b_k - b_dk[r]), 1)
+            tl.store(p_part + r * 2 + 1, tl.sum(moment, 0) * inverse[r] * inverse[r])
+        grad = (b_dk[r] - dw[r][:, None] * b_k) * inverse[r]
+        store_tile(DK + origin * sdb + i_h * sdh + r * sdm, grad, i_n * C.BN, num_keys, sdn, C.BN, C.D, C.BD)
+        if C.POSITIONS:
+            tl.store(DLW + (i_bh.to(tl.int64) * M + r) * positions + o_n, dw[r], mask=o_n < num_keys)
+    store_tile(GRAD_V + origin * seb + i_h * seh, b_dv, i_n * C.BN, num_keys, sen, C.BN, C.DV, C.BV)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def key_kernel(
+    tensors, numbers, strides, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts,
+    parts, C: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the keys and values, one program for each block of them."""
+    sizes = (H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts)
+    for_each_block(key_block, tensors, numbers, strides, sizes, BATCHES, section, padded_keys // C.BN, C.BN, False, C)
