@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mgk
 from mgk.inspect import rank, ranks
-from mgk.inspect.inertia import count_by_few_columns, count_by_squares, count_without_squares
+from mgk.inspect.rank import count_by_block_matrix, count_by_gram_matrix, count_by_heavy_columns
 
 
 def attention(size: int, spread: float, causal: bool = False) -> Tensor:
@@ -50,13 +50,13 @@ def test_where_few_keys_have_all_the_weight_their_columns_decide() -> None:
     query, key = torch.randn(1, 1, 96, 16), 9 * torch.randn(1, 1, 1, 96, 16)
     matrix = mgk.attention_weights(query, key)[0, 0].double()
     values = torch.linalg.svdvals(matrix)
-    assert count_by_few_columns(matrix, 1e-6) == by_numpy(matrix)
-    assert count_by_few_columns(matrix, float(values[3])) is None
+    assert count_by_heavy_columns(matrix, 1e-6) == by_numpy(matrix)
+    assert count_by_heavy_columns(matrix, float(values[3])) is None
     assert rank(matrix, float(values[3]) * (1 + 1e-9)) == 3
-    assert count_by_few_columns(attention(96, 0.3).double(), 1e-6) is None  # every key has some
+    assert count_by_heavy_columns(attention(96, 0.3).double(), 1e-6) is None  # every key has some
 
 
-@pytest.mark.parametrize("count", [count_by_squares, count_without_squares])
+@pytest.mark.parametrize("count", [count_by_gram_matrix, count_by_block_matrix])
 def test_both_ways_count_and_know_when_they_cannot(count: Callable[[Tensor, float], int | None]) -> None:
     """Each agrees with the SVD wherever it answers, answers nearly always, and not on top of a singular value."""
     torch.manual_seed(0)

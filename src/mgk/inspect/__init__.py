@@ -2,9 +2,9 @@
 
 from mgk.inspect.collect import Layer, collect
 from mgk.inspect.costs import Curve, cost_curves
-from mgk.inspect.document import Chart, Model, Page, Series, Table, Text, byte_tokens, page, write
 from mgk.inspect.heads import Dense, Factors, Head, Rows
-from mgk.inspect.inertia import rank, ranks
+from mgk.inspect.page import Chart, Model, Page, Series, Table, Text, byte_tokens, page, write
+from mgk.inspect.rank import rank, ranks
 from mgk.inspect.summary import Summary, effective_number, separation, summarise
 
 __all__ = [

@@ -13,8 +13,8 @@ from torch import Tensor
 from mgk.inspect import Chart, Model, Page, Series, page
 from mgk.inspect import Table as PageTable
 from mgk.inspect.costs import cost_curves
-from mgk.inspect.document import Block
-from mgk.inspect.inertia import ranks
+from mgk.inspect.page import Block
+from mgk.inspect.rank import ranks
 from mgk.inspect.runs import Run
 from mgk.inspect.summary import Summary, summarise
 from mgk.tables import Table

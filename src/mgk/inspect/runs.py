@@ -21,7 +21,7 @@ from mgk.data.corpora import PIECE
 from mgk.data.listops import SYMBOLS
 from mgk.data.splits import Images, Stream
 from mgk.inspect.collect import Layer, collect
-from mgk.inspect.document import byte_tokens
+from mgk.inspect.page import byte_tokens
 from mgk.ops.arguments import check_count
 from mgk.train import Config, load_model
 from mgk.train.config import read

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mgk.inspect.collect import Layer
 from mgk.inspect.heads import Dense, Factors, Head
-from mgk.inspect.inertia import rank
 from mgk.inspect.pack import Blocks, fits_16_bits, script_safe
+from mgk.inspect.rank import rank
 from mgk.inspect.summary import Summary, separation, summarise
 from mgk.ops.arguments import describe
 
