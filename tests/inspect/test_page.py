@@ -160,5 +160,5 @@ def test_wrong_arguments() -> None:
     for model in (nothing, nan):
         with pytest.raises(ValueError, match="layers: expected finite weights, not all of them 0, got others in"):
             page([model])
-    with pytest.raises(ValueError, match="layers: expected at most 2048 positions where whole matrices"):
+    with pytest.raises(ValueError, match="layers: expected at most 2048 positions for heads given by full matrices"):
         Model("m", [""] * 2049, [[Dense(torch.zeros(1, 2049, 2049))]])

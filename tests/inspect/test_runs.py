@@ -78,7 +78,7 @@ def test_figures_and_tables(grid: Path, root: Path, tmp_path: Path) -> None:
 def test_rank_table_takes_heads_in_order(grid: Path, root: Path) -> None:
     run = open_run(grid, root, "softmax-2")
     table = rank_table(run, matrices=5)
-    heads = [head for index in range(3) for head in run.layers(run.of_split(index))[0].heads()]
+    heads = [head for index in range(3) for head in run.layers(run.example(index))[0].heads()]
     assert table.tolist() == [[rank(head.rows().weights) for head in heads[:5]]]
 
 
@@ -109,14 +109,14 @@ def test_a_comparison_becomes_a_report(grid: Path, root: Path, tmp_path: Path) -
 
 def test_bytes_are_read_as_the_models_read_them() -> None:
     """A byte is byte + 1 for a classifier, whose 0 is padding; the bytes of a letter stay together at the cut."""
-    given = untrained(ClassifierConfig(max_length=6), "imdb").of_text("añb😀c")
+    given = untrained(ClassifierConfig(max_length=6), "imdb").encode("añb😀c")
     assert given.arguments[0].tolist() == [[byte + 1 for byte in "añb".encode()]]
     assert list(given.tokens) == ["a", "ñ", "", "b"]
     assert given.unseen == "😀c"
 
 
 def test_a_matcher_reads_the_text_twice() -> None:
-    given = untrained(MatcherConfig(max_length=6), "aan").of_text("ab")
+    given = untrained(MatcherConfig(max_length=6), "aan").encode("ab")
     assert given.arguments[0].shape == (1, 2, 2)
 
 
@@ -127,7 +127,7 @@ class Words:
 
 def test_words_unknown_to_the_model_are_shown_and_read_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "prepared", Words())
-    given = untrained(LanguageModelConfig(vocabulary=4), "wikitext-2").of_text("the dog\ncat")
+    given = untrained(LanguageModelConfig(vocabulary=4), "wikitext-2").encode("the dog\ncat")
     assert given.arguments[0].tolist() == [[2, 1, 0, 3, 0]]
     assert list(given.tokens) == ["the ", "dog ", "<eos> ", "cat ", "<eos> "]
 
@@ -135,7 +135,7 @@ def test_words_unknown_to_the_model_are_shown_and_read_as_unknown(monkeypatch: p
 def test_words_are_split_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of plain articles: signs are tokens of their own, and a line without any is none."""
     monkeypatch.setattr(Run, "prepared", Words())
-    given = untrained(LanguageModelConfig(vocabulary=4), "enwiki").of_text("the cat, the\n\ncat's")
+    given = untrained(LanguageModelConfig(vocabulary=4), "enwiki").encode("the cat, the\n\ncat's")
     assert list(given.tokens) == ["the ", "cat ", ", ", "the ", "<eos> ", "cat's ", "<eos> "]
     assert given.arguments[0].tolist() == [[2, 3, 1, 2, 0, 1, 0]]
 
@@ -157,7 +157,7 @@ def test_examples_are_counted_as_they_are_shown(monkeypatch: pytest.MonkeyPatch)
     assert [len(given.tokens) for given in run.examples(length=4)] == [4, 4, 4]
     for index in (2, -1):
         with pytest.raises(ValueError, match=f"--index: expected 0 to 1, got {index}"):
-            run.of_split(index)
+            run.example(index)
     documents = Documents(np.arange(5), np.array([0, 2, 5]), 1)
     pairs = np.array([[0, 1], [1, 0], [0, 0]])
     monkeypatch.setattr(Run, "prepared", Tokens(Pairs(documents, pairs, np.zeros(3))))
@@ -172,23 +172,23 @@ def test_errors_say_what_to_do(grid: Path, root: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--text, --input: expected one of them, got both"):
         commands.explore((tmp_path,), text="a", input=tmp_path / "b")
     with pytest.raises(ValueError, match="expected symbols of ListOps"):
-        open_run(grid, root).of_text("[MAX hello ]")
+        open_run(grid, root).encode("[MAX hello ]")
     with pytest.raises(ValueError, match="expected at least one token"):
-        open_run(grid, root).of_text("")
+        open_run(grid, root).encode("")
     with pytest.raises(ValueError, match="expected the folder of a comparison"):
         comparison_page(tmp_path)
     with pytest.raises(ValueError, match="--matrices: expected at least 0"):
         commands.figures((grid,), tmp_path, matrices=-1)
     for index in (100_000, -1):
         with pytest.raises(ValueError, match=f"--index: expected 0 to 39, got {index}"):
-            open_run(grid, root).of_split(index)
+            open_run(grid, root).example(index)
     for length in (0, -3):
         with pytest.raises(ValueError, match=f"--length: expected at least 1, got {length}"):
-            open_run(grid, root).of_split(length=length)
+            open_run(grid, root).example(length=length)
         with pytest.raises(ValueError, match=f"--length: expected at least 1, got {length}"):
-            open_run(grid, root).of_text("[MAX 1 2 ]", length)
+            open_run(grid, root).encode("[MAX 1 2 ]", length)
     with pytest.raises(ValueError, match="--length: expected enough for the bytes of 'é', got 1"):
-        untrained(ClassifierConfig(max_length=6), "imdb").of_text("é", 1)
+        untrained(ClassifierConfig(max_length=6), "imdb").encode("é", 1)
 
 
 def test_torch_state_is_left_alone(grid: Path, root: Path) -> None:
@@ -196,7 +196,7 @@ def test_torch_state_is_left_alone(grid: Path, root: Path) -> None:
     run = open_run(grid, root)
     assert run.model is run.model
     state = torch.get_rng_state()
-    run.layers(run.of_split(0))
+    run.layers(run.example(0))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -1,4 +1,4 @@
-"""`mgk figures` and `mgk explore`: a thin face over `mgk.inspect.report`."""
+"""`mgk figures` and `mgk explore`: command-line wrappers of `mgk.inspect.report`."""
 
 from __future__ import annotations
 
