@@ -1,8 +1,8 @@
 """Embed arrays and JSON in the HTML page.
 
 An array becomes a block: a `<script type="text/plain">`, which a browser neither runs nor shows. It holds 8-, 16- or
-32-bit numbers in base64, deflated if that makes them smaller. JSON is written with every `<` escaped, so that no text can
-end the element that contains it.
+32-bit numbers in base64, deflated if that makes them smaller. JSON is written with every `<` escaped, so that no text
+can end the element that contains it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Blocks:
         return self.add(steps.tobytes() + codes.tobytes(), "i16", values.shape)
 
     def logs(self, values: NDArray[np.floating], kind: str) -> Array:
-        """Add an array as logarithms in 8 or 16 bits (`kind` "u8" or "u16"), with a constant relative error; 0 stays 0."""
+        """Add an array as logarithms in 8 or 16 bits (`kind` "u8" or "u16"): one relative error, and 0 stays 0."""
         largest = float(values.max(initial=0)) or 1.0
         levels, span = (254, 65534)[kind == "u16"], DECADES[kind] * np.log(10)
         with np.errstate(divide="ignore"):

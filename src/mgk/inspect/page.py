@@ -255,7 +255,7 @@ def _stored(head: Head, log_total: Tensor, blocks: Blocks) -> dict[str, Any]:
 
 
 def _rounded(values: Tensor) -> Any:
-    return [_rounded(value) if value.dim() else round(float(value), 4) for value in values]
+    return values.double().round(decimals=4).tolist()
 
 
 def _asset(name: str) -> str:

@@ -2,15 +2,14 @@
 
 The singular values themselves are not needed. By Sylvester's law of inertia, A^T A - tol^2 I = L D L^T has as many
 positive eigenvalues as D: one matrix product and one factorisation, a fifth of the work of an SVD. If a few keys have
-nearly all the weight, the SVD of their columns is cheaper still. Squaring loses digits; three steps keep the count
-equal to that of the SVD:
+nearly all the weight, the SVD of their columns is cheaper still. Squaring loses digits; two steps keep the count equal
+to that of the SVD:
 
 - Rows of attention sum to 1, so the largest singular value is close to the constant direction. That direction is split
   off first, and the remaining columns are divided by their norms. This changes no sign, and it keeps the rounding error
   of a column relative to that column.
-- Inverse iteration finds the eigenvalue closest to 0. If rounding could have changed its sign, the count is repeated
-  with [[tol I, A^T], [A, tol I]], whose eigenvalues are tol +- sigma: twice the size, but without squares.
-- If that is uncertain too, a singular value equals tol to nearly all digits, and the SVD decides.
+- Inverse iteration finds the eigenvalue closest to 0. If rounding could have changed its sign, the SVD decides. This is
+  rare: it happened for none of 80 random attention matrices at N = 1,024.
 
 N rows, K columns.
 """
@@ -74,7 +73,7 @@ def rank(matrix: Float[Tensor, "n k"], tol: float = TOLERANCE) -> int:
     if not bool(matrix.isfinite().all()):
         raise ValueError("matrix: expected finite numbers, got others")
     matrix = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
-    for count in (count_by_heavy_columns, count_by_gram_matrix, count_by_block_matrix):
+    for count in (count_by_heavy_columns, count_by_gram_matrix):
         found = count(matrix, tol)
         if found is not None:
             return found
@@ -112,17 +111,6 @@ def count_by_gram_matrix(matrix: Float[Tensor, "n k"], tol: float) -> int | None
     gram.addr_(cross, cross, alpha=-1 / float(pivot - tol**2))  # the Schur complement, which has no larger norm
     positive, nearest = _inertia(gram)
     return 1 + positive if nearest > MARGIN * torch.finfo(gram.dtype).eps * size else None
-
-
-def count_by_block_matrix(matrix: Float[Tensor, "n k"], tol: float) -> int | None:
-    """Count by the inertia of [[tol I, A^T], [A, tol I]]; None if rounding could change the count."""
-    rows, columns = matrix.shape
-    block = matrix.new_zeros(rows + columns, rows + columns)  # the lower triangle
-    block[columns:, :columns] = matrix
-    block.diagonal().fill_(tol)
-    positive, nearest = _inertia(block)
-    size = float(torch.linalg.vector_norm(matrix))
-    return rows + columns - positive if nearest > MARGIN * torch.finfo(block.dtype).eps * size else None
 
 
 def _inertia(lower: Tensor) -> tuple[int, float]:

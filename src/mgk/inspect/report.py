@@ -23,21 +23,14 @@ HEADS = (2, 4, 8, 16)  # of the baseline in the cost curves
 
 
 def write_figures(
-    runs: Sequence[Run],
-    out: Path,
-    *,
-    matrices: int = 1000,
-    length: int = 1024,
-    index: int = 0,
-    tell: Callable[[str], None] = print,
+    runs: Sequence[Run], out: Path, *, matrices: int = 1000, length: int = 1024, index: int = 0
 ) -> list[Path]:
-    """Write all figures and tables of some runs to the folder `out` and return their paths.
+    """Write all figures and tables of some runs to the folder `out`, print their paths and return them.
 
     Args:
         matrices: attention matrices per layer whose rank is computed; 0 for no ranks.
         length: longer inputs are cut to this many tokens.
         index: example of the test split that the maps show.
-        tell: called with the names of each group of files after it is written.
     """
     from mgk.inspect import figures
 
@@ -45,7 +38,7 @@ def write_figures(
 
     def add(paths: list[Path]) -> None:
         written.extend(paths)
-        tell(", ".join(map(str, paths)))
+        print(", ".join(map(str, paths)))
 
     named = _named(runs)
     curves = {f"{event} {metric}": lines for event, metric, lines in _curves(named)}
@@ -169,9 +162,8 @@ def comparison_page(folder: str | Path, *, text: str | None = None, data_root: P
         series = [Series(name, *points) for name, points in lines.items()]
         blocks.append(Chart(series, f"{event.capitalize()} {metric}", "step", metric, log_y=metric == "perplexity"))
     for key, label in (("flops", "FLOPs of an example"), ("parameters", "Parameters")):
-        points = [
-            Series(row["attention"], [float(row["attention"].split(":")[1])], [row[key]]) for row in found["rows"]
-        ]
+        costs = [(row["attention"], row[key]) for row in found["rows"]]
+        points = [Series(name, [float(name.split(":")[1])], [cost]) for name, cost in costs]
         blocks.append(Chart(points, label, "heads", label))
     return explore_page(runs, text=text, title=f"Comparison on {runs[0].config.recipe}", report=blocks)
 
