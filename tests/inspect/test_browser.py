@@ -143,11 +143,11 @@ def test_numbers_are_those_of_the_library(show: Show, variant: str, options: dic
 
 
 def test_lists_name_the_largest(show: Show) -> None:
-    """What token 5 looks at, and who looks at it, largest first."""
+    """The keys that token 5 attends to and the queries that attend to it, largest first."""
     model = attention("smgk", 1, SIZE, layers=1)
     weights = factors(model).rows().weights
     tab = show(page([model]), at="#token=5")
-    for title, values in (("Looks at", weights[5]), ("Is looked at by", weights[:, 5])):
+    for title, values in (("Attends to", weights[5]), ("Attended to by", weights[:, 5])):
         items = tab.locator(".lists > div", has_text=title)
         best = values.topk(8)
         assert [int(text) for text in items.locator(".index").all_text_contents()] == best.indices.tolist()
@@ -226,7 +226,7 @@ def test_pin_and_close(show: Show) -> None:
     assert "show=0.0.0,0.0.1" in address(tab)
     settle(tab)
     assert tab.locator(".panel:visible").count() == 2
-    tab.locator(".panel").nth(0).get_by_label("Close this side").click()
+    tab.locator(".panel").nth(0).get_by_label("Close this panel").click()
     assert address(tab).startswith("#show=0.0.1")
     settle(tab)
     assert tab.locator(".panel:visible").count() == 1

@@ -30,7 +30,7 @@ from mgk.tables import Table
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-EXACT = 1024  # up to this many positions the page computes full maps (`assets/map.js`), and ranks are computed
+EXACT = 1024  # up to this many positions the page computes full maps (as in assets/map.js) and ranks are computed
 DENSE_LIMIT = 2048
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")  # not allowed in HTML or UTF-8
 SCRIPTS = ("codec", "heads", "colour", "state", "map", "inspect", "panel", "export", "report", "app")
