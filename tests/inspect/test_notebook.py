@@ -1,4 +1,4 @@
-"""The example notebook and the page's documentation run, and show what they say."""
+"""The code of the example notebook and of the documentation runs."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ to that of the SVD:
   off first, and the remaining columns are divided by their norms. This changes no sign, and it keeps the rounding error
   of a column relative to that column.
 - Inverse iteration finds the eigenvalue closest to 0. If rounding could have changed its sign, the SVD decides. This is
-  rare: it happened for none of 80 random attention matrices at N = 1,024.
+  rare: none of 80 random attention matrices at N = 1,024, and 3 of 72 with a few dominant keys.
 
 N rows, K columns.
 """

@@ -105,7 +105,7 @@ class Inspector {
     const row = head.rowOf(token), column = head.columnOf(token);
     const total = valuesOf(row, "total"), kept = entropy(total);
     this.name.textContent = `${tokenName(tokens, token)} · ${token}`;
-    this.outTitle.replaceChildren("Attends to ", make("span", { className: "soft", textContent: `entropy ${number(kept, 3)} nats, ${number(Math.exp(kept), 3)} effective keys` }));
+    this.outTitle.replaceChildren("Attends to ", make("span", { className: "soft", textContent: `entropy ${number(kept, 3)} nats ≈ ${number(Math.exp(kept), 3)} keys` }));
     const received = valuesOf(column, "total").reduce((a, b) => a + b, 0);
     this.inTitle.replaceChildren("Attended to by ", make("span", { className: "soft", textContent: `${number(received, 3)} in total` }));
     this.list(this.out, row, (other) => [token, other]);
