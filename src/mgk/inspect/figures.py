@@ -27,14 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-COLOURS = (
-    "#0068ac",
-    "#cd5500",
-    "#008a66",
-    "#b6548c",
-    "#786e00",
-    "#3c3c3c",
-)  # after Okabe and Ito, as in the explorer
+COLOURS = ("#0068ac", "#cd5500", "#008a66", "#b6548c", "#786e00", "#3c3c3c")  # after Okabe and Ito, as on the page
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLE: dict[str, Any] = {
@@ -139,10 +132,7 @@ def rank_histograms(ranks: Mapping[str, Int[Tensor, "l n"]], *, size: int | None
 
 def costs(lines: Sequence[Curve], *, heads: Sequence[int]) -> Figure:
     """Figures 3 and 7: FLOPs and parameters against the number of heads of the baseline."""
-    quantities = (
-        ("flops", 1e9, "GFLOPs of a forward pass"),
-        ("parameters", 1e3, "thousand parameters of the layers"),
-    )
+    quantities = (("flops", 1e9, "GFLOPs of a forward"), ("parameters", 1e3, "thousand parameters of the layers"))
     with styled():
         figure, row = _panels(2)
         for axes, (quantity, unit, label) in zip(row, quantities, strict=True):

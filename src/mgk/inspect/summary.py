@@ -141,14 +141,11 @@ def _wins(logits: Tensor) -> Tensor:
 
 def _removal(components: Tensor, weights: Tensor) -> Tensor:
     """Sum over the rows the total variation that removing each component causes, (M,)."""
-    moved = []
-    for component in components:
-        left = weights - component
-        total = left.sum(-1, keepdim=True)
-        empty = total <= torch.finfo(total.dtype).eps * components.shape[-1]  # no other component: all of it moves
-        change = (weights - left / total.masked_fill(empty, 1)).abs().sum(-1) / 2
-        moved.append(torch.where(empty[:, 0], weights.sum(-1), change).sum(dtype=torch.float64))
-    return torch.stack(moved)
+    left = weights - components
+    total = left.sum(-1, keepdim=True)
+    empty = total <= torch.finfo(total.dtype).eps * components.shape[-1]  # no other component: all of the row moves
+    change = (weights - left / total.masked_fill(empty, 1)).abs().sum(-1) / 2
+    return torch.where(empty[..., 0], weights.sum(-1), change).sum(-1, dtype=torch.float64)
 
 
 def _normalised(components: Tensor) -> Tensor:
