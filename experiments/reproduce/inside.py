@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgk.inspect.inertia import ranks
+from mgk.inspect.rank import ranks
 from mgk.inspect.runs import Run
 from mgk.inspect.summary import Summary, summarise
 

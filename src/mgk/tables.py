@@ -17,7 +17,7 @@ class Table:
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    caption: str = ""
+    title: str = ""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -34,7 +34,7 @@ class Table:
             for r in rows
         ]
         rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
-        return "\n".join([*([self.caption, ""] if self.caption else []), lines[0], rule, *lines[1:]]) + "\n"
+        return "\n".join([*([self.title, ""] if self.title else []), lines[0], rule, *lines[1:]]) + "\n"
 
     def latex(self) -> str:
         """Needs the package booktabs."""
@@ -42,9 +42,9 @@ class Table:
         columns = "l" + "r" * (len(self.header) - 1)
         body = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
         tabular = f"\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}\n"
-        if not self.caption:
+        if not self.title:
             return tabular
-        return f"\\begin{{table}}\n\\centering\n\\caption{{{escape(self.caption)}}}\n{tabular}\\end{{table}}\n"
+        return f"\\begin{{table}}\n\\centering\n\\caption{{{escape(self.title)}}}\n{tabular}\\end{{table}}\n"
 
     def write(self, stem: str | Path) -> list[Path]:
         """STEM.md and STEM.tex."""

@@ -1,4 +1,4 @@
-"""Small models with known weights, for pages."""
+"""Small models and known weights for tests of the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk.inspect import Factors, Model, Page, collect
+from mgk.inspect import Factors, Model, collect
 from mgk.nn import MixtureAttention
 
 WICKED = (
@@ -17,7 +17,7 @@ WICKED = (
 
 
 def attention(variant: str, heads: int, size: int, *, layers: int = 2, causal: bool = False, **options: Any) -> Model:
-    """Untrained attention on random inputs, spread enough to have structure."""
+    """Untrained attention on random inputs, large enough to show a pattern."""
     torch.manual_seed(heads)
     modules = [MixtureAttention(32, heads, variant=variant, head_dim=8, **options) for _ in range(layers)]
     x = 2 * torch.randn(1, size, 32)
@@ -33,12 +33,13 @@ def factors(model: Model, layer: int = 0, head: int = 0) -> Factors:
 
 
 def pattern(size: int = 8) -> Tensor:
-    """Two components: the diagonal by the first, the column of key 2 by the second."""
+    """Two components: the first attends to the diagonal, the second to key 2."""
     diagonal, column = torch.eye(size), torch.zeros(size, size)
     column[:, 2] = 1
     return torch.stack([0.75 * diagonal, 0.25 * column])
 
 
-def embedded(page: Page) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(page.html.split('id="data">')[1].split("</script>")[0])
+def embedded(html: str) -> dict[str, Any]:
+    """The data of a page."""
+    found: dict[str, Any] = json.loads(html.split('id="data">')[1].split("</script>")[0])
     return found

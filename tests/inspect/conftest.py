@@ -1,4 +1,4 @@
-"""A real browser, without a network. Tests that need one are skipped where there is no Chromium."""
+"""A real browser without a network. Tests that need it are skipped if Chromium is not installed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api")
     found = os.environ.get("MGK_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.skip("no Chromium here; install one, or name it in MGK_CHROMIUM")
+        pytest.skip("Chromium not found; install it, or set MGK_CHROMIUM to its path")
     with api.sync_playwright() as playwright:
-        # In a container Chromium has no sandbox to offer, and /dev/shm is small.
+        # In a container there is no sandbox, and /dev/shm is small.
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
         browser.close()
@@ -30,8 +30,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Open a page from disk, offline; at the end, any complaint of the browser fails the test."""
-    complaints: list[str] = []
+    """Open a page from disk, offline. Errors and warnings of the browser fail the test."""
+    problems: list[str] = []
     contexts = []
 
     def opened(
@@ -42,9 +42,9 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         contexts.append(context)
         tab = context.new_page()
         tab.set_default_timeout(20_000)
-        tab.on("console", lambda message: complaints.append(message.text) if complains(message) else None)
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
+        tab.on("console", lambda message: problems.append(message.text) if is_problem(message) else None)
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
         if script:
             tab.add_init_script(script)
         tab.goto(f"file://{path}{at}")
@@ -55,11 +55,11 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield opened
     for context in contexts:
         context.close()
-    assert not complaints
+    assert not problems
 
 
-def complains(message: Any) -> bool:
-    """Errors and warnings, but for one about the tests' own reading of pixels."""
+def is_problem(message: Any) -> bool:
+    """Whether a message is an error or a warning, except one caused by the tests reading pixels."""
     return message.type in ("error", "warning") and "willReadFrequently" not in message.text
 
 

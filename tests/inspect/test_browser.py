@@ -1,4 +1,4 @@
-"""The page in a real browser, opened from disk with the network off: what it shows, and what every control does."""
+"""The page in a real browser, opened from disk without a network: what it shows and what each control does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def two() -> Any:
 
 
 def patterned() -> Any:
-    """A page with one head whose pixels are known."""
+    """A page with one known map."""
     return page([Model.of_weights("known", list("abcdefgh"), pattern()[None, None])])
 
 
@@ -59,7 +59,7 @@ def shown_number(text: str) -> float:
 
 
 def address(tab: Any) -> str:
-    """The state; what it looks like is drawn with the next frame, so `settle` before looking."""
+    """The state in the address. The page is drawn with the next frame: call `settle` before reading it."""
     return str(tab.evaluate("location.hash"))
 
 
@@ -78,7 +78,7 @@ def test_opens_with_two_models_side_by_side(show: Show, two: Any) -> None:
 
 
 def test_pixels_of_a_known_map(show: Show) -> None:
-    """A diagonal of 3/4 by component 1, a column of 1/4 by component 2, paper elsewhere."""
+    """A diagonal of 3/4 by component 1, a column of 1/4 by component 2, the background elsewhere."""
     tab = show(patterned(), at="#theme=light")
     white, full = [255, 255, 255], [38, 10, 74]
     assert pixel(tab, 5, 5) == full
@@ -122,7 +122,7 @@ def test_pixels_of_a_known_map(show: Show) -> None:
     ],
 )
 def test_numbers_are_those_of_the_library(show: Show, variant: str, options: dict[str, Any]) -> None:
-    """Weights, parts and responsibilities under the pointer, to the four digits shown."""
+    """Weights, contributions and responsibilities under the pointer, to the four digits shown."""
     model = attention(variant, 1, SIZE, layers=1, causal=variant == "mgk", **options)
     rows = factors(model).rows()
     tab = show(page([model]))
@@ -143,11 +143,11 @@ def test_numbers_are_those_of_the_library(show: Show, variant: str, options: dic
 
 
 def test_lists_name_the_largest(show: Show) -> None:
-    """What token 5 looks at, and who looks at it, largest first."""
+    """The keys that token 5 attends to and the queries that attend to it, largest first."""
     model = attention("smgk", 1, SIZE, layers=1)
     weights = factors(model).rows().weights
     tab = show(page([model]), at="#token=5")
-    for title, values in (("Looks at", weights[5]), ("Is looked at by", weights[:, 5])):
+    for title, values in (("Attends to", weights[5]), ("Attended to by", weights[:, 5])):
         items = tab.locator(".lists > div", has_text=title)
         best = values.topk(8)
         assert [int(text) for text in items.locator(".index").all_text_contents()] == best.indices.tolist()
@@ -172,7 +172,7 @@ def test_clicks_choose_heads_and_tokens(show: Show, two: Any) -> None:
     items = tab.locator(".panel").nth(1).locator(".list li", has_not_text="t7")
     index = items.first.locator(".index").text_content()
     items.first.hover()
-    tab.mouse.down()  # on the side that is not active: it becomes so, and the click still counts
+    tab.mouse.down()  # on the inactive panel: it becomes active, and the click still counts
     settle(tab)
     tab.mouse.up()
     assert f"token={index}" in address(tab)
@@ -195,7 +195,7 @@ def test_clicking_the_map_chooses_the_query(show: Show, two: Any) -> None:
 
 
 def test_keyboard(show: Show, two: Any) -> None:
-    """Heads, layers, views, tokens, sides and models without a mouse."""
+    """Heads, layers, views, tokens, panels and models without a mouse."""
     tab = show(two)
     steps = [
         ("ArrowRight", "show=0.0.1,1.0.0"), ("ArrowDown", "show=0.1.1,1.0.0"), ("ArrowUp", "show=0.0.1,1.0.0"),
@@ -218,7 +218,7 @@ def test_keyboard(show: Show, two: Any) -> None:
 
 
 def test_pin_and_close(show: Show) -> None:
-    """One model: pinning keeps this head and walks on beside it."""
+    """With one model, "Pin" keeps this head and opens a second panel."""
     tab = show(page([attention("smgk", 3, SIZE)]))
     assert tab.locator(".panel:visible").count() == 1
     tab.get_by_role("button", name="Pin").click()
@@ -226,14 +226,14 @@ def test_pin_and_close(show: Show) -> None:
     assert "show=0.0.0,0.0.1" in address(tab)
     settle(tab)
     assert tab.locator(".panel:visible").count() == 2
-    tab.locator(".panel").nth(0).get_by_label("Close this side").click()
+    tab.locator(".panel").nth(0).get_by_label("Close this panel").click()
     assert address(tab).startswith("#show=0.0.1")
     settle(tab)
     assert tab.locator(".panel:visible").count() == 1
 
 
-def test_one_scale_for_both_sides(show: Show) -> None:
-    """With the same scale, a quarter is darker than it is beside ones."""
+def test_one_scale_for_both_panels(show: Show) -> None:
+    """With the same scale, the colours of one map depend on the other."""
     flat = torch.full((1, 1, 8, 8), 1 / 8)
     models = [
         Model.of_weights("sharp", list("abcdefgh"), pattern().sum(0)[None, None]),
@@ -284,7 +284,7 @@ def test_finding_tokens(show: Show, two: Any) -> None:
     assert "token=10" in address(tab)
     tab.keyboard.press("Shift+Enter")
     assert address(tab).endswith("token=1")
-    tab.locator("input").first.fill("t4 t5")  # over the border of a token
+    tab.locator("input").first.fill("t4 t5")  # across a token boundary
     assert "token=4" in address(tab)
     tab.locator("input").first.fill("nothing")
     assert tab.locator(".hits:visible").first.text_content() == "none"
@@ -303,7 +303,7 @@ def test_wheel_and_drag_move_the_window(show: Show, two: Any) -> None:
     tab.mouse.move(300, 500, steps=3)
     tab.mouse.up()
     assert address(tab) != before
-    assert "token" not in address(tab)  # a drag is no click
+    assert "token" not in address(tab)  # a drag is not a click
     tab.locator(".map").first.dblclick()
     assert "zoom" not in address(tab)
 
@@ -330,7 +330,7 @@ def test_export(show: Show, two: Any) -> None:
 
 
 def test_any_text_shows_as_text(show: Show) -> None:
-    """Tags, quotes, emoji, right-to-left letters, control characters and 100,000 letters: shown, never obeyed."""
+    """Tags, quotes, emoji, right-to-left letters, control characters and 100,000 letters are shown as text."""
     text = WICKED.replace("\ud800", "")
     tokens = [text, "<img src=x onerror=alert(2)>", "😀", "ש", "", "\n", " ", "x" * 100_000]
     model = Model.of_weights(text, tokens, pattern()[None, None], note=text, unseen=text * 500)
@@ -352,7 +352,7 @@ def test_any_text_shows_as_text(show: Show) -> None:
 
 
 def test_without_decompression_stream(show: Show) -> None:
-    """Browsers from before 2023 unpack with the page's own code, to the same pixels."""
+    """Browsers older than 2023 inflate with the page's own code, with the same pixels."""
     made = page([attention("smgk", 2, 60, layers=1)])
 
     def drawn(script: str) -> str:
@@ -364,7 +364,7 @@ def test_without_decompression_stream(show: Show) -> None:
 
 
 def test_long_inputs_are_pooled_and_exact_on_demand(show: Show) -> None:
-    """Beyond 1,024 tokens blocks are shown; zooming in computes single weights, which are those of the library."""
+    """Beyond 1,024 tokens the map is pooled; zooming in computes single weights, equal to those of the library."""
     model = attention("smgk", 1, 1300, layers=1)
     tab = show(page([model]), height=1000)
     assert "means of 3 \u00d7 3" in tab.locator(".legend").text_content()
@@ -381,7 +381,7 @@ def test_long_inputs_are_pooled_and_exact_on_demand(show: Show) -> None:
 
 
 def test_a_phone(show: Show, two: Any) -> None:
-    """One column, nothing wider than the screen, the map as wide as it can be, and a tap chooses."""
+    """One column, nothing wider than the screen, a map of full width, and a tap chooses a token."""
     tab = show(two, width=390, height=844, has_touch=True, is_mobile=True)
     assert tab.evaluate("document.scrollingElement.scrollWidth") <= 390
     assert tab.locator(".map").first.bounding_box()["width"] > 330
@@ -391,7 +391,7 @@ def test_a_phone(show: Show, two: Any) -> None:
     assert "token=3" in address(tab)
 
 
-def test_follows_the_system_and_can_be_told(show: Show, two: Any) -> None:
+def test_theme_follows_the_system_and_can_be_changed(show: Show, two: Any) -> None:
     tab = show(two, color_scheme="dark")
     assert tab.locator("html").get_attribute("data-theme") == "dark"
     tab.emulate_media(color_scheme="light")
@@ -400,8 +400,8 @@ def test_follows_the_system_and_can_be_told(show: Show, two: Any) -> None:
     tab.wait_for_selector("html[data-theme=dark]")
 
 
-def test_a_report_stands_above(show: Show) -> None:
-    """Tables and charts alone make a page too."""
+def test_report(show: Show) -> None:
+    """A page can have a report without models."""
     chart = Chart(
         [Series("a", [1, 10, 100], [3.0, 2.0, 1.0]), Series("b", [1, 10], [2.0, float(10)])],
         "Loss",
@@ -420,7 +420,7 @@ def test_a_report_stands_above(show: Show) -> None:
 
 
 def test_inline_in_a_notebook(show: Show, two: Any, browser: Any) -> None:
-    """In a frame without an address of its own."""
+    """In a frame that has no address."""
     context = browser.new_context(offline=True)
     tab, complaints = context.new_page(), []
     tab.on("pageerror", lambda error: complaints.append(str(error)))

@@ -1,4 +1,4 @@
-"""Figures show the numbers they are given, and the same numbers give the same files."""
+"""Figures show the given numbers, and equal numbers give identical files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_curves_hold_the_points() -> None:
     assert axes.get_yscale() == "log"
 
 
-def test_maps_stand_in_layer_and_head() -> None:
-    """Every head's matrix is in the panel of its model, its layer's row and its head's column; no head, no picture."""
+def test_maps_are_ordered_by_layer_and_head() -> None:
+    """Each matrix is in the panel of its model, the row of its layer and the column of its head."""
     wide = [[torch.eye(4) * (1 + 10 * layer + head) for head in range(3)] for layer in range(2)]
     narrow = [[torch.eye(4) * 100]]
     figure: Any = figures.attention_maps({"wide": wide, "narrow": narrow})
@@ -56,7 +56,7 @@ def test_costs_and_bars() -> None:
 
 
 def test_files_repeat(tmp_path: Path) -> None:
-    """SVG that parses, PNG, and no clock in either; the caller's style stays."""
+    """A valid SVG and a PNG without a time stamp; the caller's matplotlib style is unchanged."""
     before = dict(mpl.rcParams)
 
     def saved(folder: str) -> list[bytes]:
@@ -71,6 +71,6 @@ def test_files_repeat(tmp_path: Path) -> None:
 
 
 def test_colours_stay_apart_without_hue() -> None:
-    """The ramp of the maps gets darker all the way, so that it reads in grey."""
+    """The colour ramp of the maps gets darker throughout, so that it works in grey."""
     luminance = figures.PURPLE(np.linspace(0, 1, 32))[:, :3] @ [0.2126, 0.7152, 0.0722]
     assert (np.diff(luminance) < 0).all()

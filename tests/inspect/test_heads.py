@@ -1,4 +1,4 @@
-"""What is collected from a model is what the model did: every variant, against the module and the public functions."""
+"""Collected layers reproduce the weights of the module and of the public functions, for every variant."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_padding_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("variant", ["mlk", "smlk"])
-def test_keys_that_are_mixed_are_one_component(variant: str) -> None:
+def test_mixed_keys_count_as_one_component(variant: str) -> None:
     (layer,) = collect(MixtureAttention(16, 2, variant=variant, mixing="keys"), torch.randn(1, 6, 16))
     assert layer.num_components == layer.head(0).num_components == len(layer.component_keys(0)) == 1
     torch.testing.assert_close(layer.prior, torch.ones(2, 1))
 
 
 class Twice(nn.Module):
-    """A model that uses one attention module in two places, among other things."""
+    """A model that calls one attention module twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Twice(nn.Module):
 
 
 def test_collecting_leaves_the_model_as_it_was() -> None:
-    """Training mode, priors, methods: all are what they were, and every call is seen in order."""
+    """Training mode, priors and methods are unchanged, and every call is collected in order."""
     torch.manual_seed(0)
     model = Twice()
     model.dropout.eval()
@@ -142,7 +142,7 @@ def test_a_model_that_does_not_call_its_attention_is_an_error() -> None:
 
 
 def test_rows_survive_extreme_logits() -> None:
-    """Far beyond the range of exp, weights are those of float64, and a row without keys is zero."""
+    """Beyond the range of exp, weights match float64, and a row without visible keys is zero."""
     torch.manual_seed(0)
     query, key = 40 * torch.randn(5, 8), 40 * torch.randn(2, 6, 8)
     head = gaussian(query, key, is_causal=True)  # the last query sees every key, the first one two

@@ -1,4 +1,4 @@
-"""The example notebook and the page's documentation run, and show what they say."""
+"""The code of the example notebook and of the documentation runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_notebook_runs_and_shows_both(capsys: pytest.CaptureFixture[str]) ->
         if isinstance(last, ast.Expr):  # what a notebook displays, if it is something
             shown.append(eval(compile(ast.Expression(last.value), "notebook", "eval"), names))
     assert [type(value) for value in shown if value is not None] == [Figure, Figure, Figure, Page]
-    assert "different heads of 2" in capsys.readouterr().out
+    assert "effective heads of 2" in capsys.readouterr().out
 
 
 def test_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

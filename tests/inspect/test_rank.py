@@ -1,8 +1,8 @@
-"""Ranks are those of numpy's SVD, also where the fast way could err, and no more matrices are held than needed."""
+"""Ranks match numpy's SVD, also where rounding is critical, and matrices are read lazily."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mgk
 from mgk.inspect import rank, ranks
-from mgk.inspect.inertia import count_by_few_columns, count_by_squares, count_without_squares
+from mgk.inspect.rank import count_by_gram_matrix, count_by_heavy_columns
 
 
 def attention(size: int, spread: float, causal: bool = False) -> Tensor:
@@ -26,14 +26,14 @@ def by_numpy(matrix: Tensor, tol: float = 1e-6) -> int:
 @pytest.mark.parametrize("spread", [0.0, 0.1, 0.3, 1.0, 4.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_ranks_of_attention(spread: float, causal: bool) -> None:
-    """From one constant row over (rank 1) to nearly one key per query."""
+    """From constant rows (rank 1) to nearly one key per query."""
     torch.manual_seed(0)
     matrices = torch.stack([attention(96, spread, causal) for _ in range(6)])
     assert ranks(matrices).tolist() == [by_numpy(matrix) for matrix in matrices]
 
 
 def test_a_threshold_next_to_a_singular_value() -> None:
-    """A relative distance of 1e-3 ... 1e-10 between threshold and singular value is told apart, on either side."""
+    """Relative distances of 1e-3 to 1e-10 between threshold and singular value are resolved on either side."""
     torch.manual_seed(0)
     matrix = attention(80, 0.3).double()
     values = torch.linalg.svdvals(matrix)
@@ -44,32 +44,31 @@ def test_a_threshold_next_to_a_singular_value() -> None:
                 assert rank(matrix, tol) == index + (side < 0), (index, distance, side)
 
 
-def test_where_few_keys_have_all_the_weight_their_columns_decide() -> None:
-    """As the SVD of all, unless the threshold is as near to a singular value as what was left out is large."""
+def test_heavy_columns_decide_if_few_keys_have_all_the_weight() -> None:
+    """The count is that of the full SVD, or None if the omitted columns could change it."""
     torch.manual_seed(0)
     query, key = torch.randn(1, 1, 96, 16), 9 * torch.randn(1, 1, 1, 96, 16)
     matrix = mgk.attention_weights(query, key)[0, 0].double()
     values = torch.linalg.svdvals(matrix)
-    assert count_by_few_columns(matrix, 1e-6) == by_numpy(matrix)
-    assert count_by_few_columns(matrix, float(values[3])) is None
+    assert count_by_heavy_columns(matrix, 1e-6) == by_numpy(matrix)
+    assert count_by_heavy_columns(matrix, float(values[3])) is None
     assert rank(matrix, float(values[3]) * (1 + 1e-9)) == 3
-    assert count_by_few_columns(attention(96, 0.3).double(), 1e-6) is None  # every key has some
+    assert count_by_heavy_columns(attention(96, 0.3).double(), 1e-6) is None  # every key has some
 
 
-@pytest.mark.parametrize("count", [count_by_squares, count_without_squares])
-def test_both_ways_count_and_know_when_they_cannot(count: Callable[[Tensor, float], int | None]) -> None:
-    """Each agrees with the SVD wherever it answers, answers nearly always, and not on top of a singular value."""
+def test_the_gram_matrix_counts_and_knows_when_it_cannot() -> None:
+    """It agrees with the SVD wherever it answers, answers nearly always, and not on top of a singular value."""
     torch.manual_seed(0)
     answers = 0
     for spread in (0.1, 0.3, 1.0, 2.0):
         matrix = attention(96, spread).double()
-        found = count(matrix, 1e-6)
+        found = count_by_gram_matrix(matrix, 1e-6)
         answers += found is not None
         assert found in (None, by_numpy(matrix))
-        assert count(matrix, float(torch.linalg.svdvals(matrix)[40])) in (None, 40, 41)
+        assert count_by_gram_matrix(matrix, float(torch.linalg.svdvals(matrix)[40])) in (None, 40, 41)
     assert answers >= 3
     exact = torch.diag(torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
-    assert count(exact, 0.25) is None
+    assert count_by_gram_matrix(exact, 0.25) is None
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (20, 9), (9, 20)])
@@ -96,8 +95,8 @@ def test_batches_keep_their_shape() -> None:
     assert ranks(torch.eye(4)).item() == 4
 
 
-def test_an_iterable_is_not_held() -> None:
-    """Matrices are made as they are needed: never many more alive than threads."""
+def test_an_iterable_is_read_lazily() -> None:
+    """At most a few matrices per thread are alive at a time."""
     alive = most = 0
 
     class Counted(torch.Tensor):
@@ -116,7 +115,7 @@ def test_an_iterable_is_not_held() -> None:
     assert most <= 3 * torch.get_num_threads() + 2
 
 
-def test_threads_are_given_back() -> None:
+def test_the_number_of_threads_is_restored() -> None:
     before = torch.get_num_threads()
     with pytest.raises(ValueError, match="finite"):
         ranks([torch.full((2, 2), torch.nan)])

@@ -1,9 +1,8 @@
-"""From a folder of a run to its figures and its page."""
+"""Figures and pages of run folders, and the inputs that runs create."""
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from mgk.inspect.runs import Run
 from mgk.models import ClassifierConfig, LanguageModelConfig, MatcherConfig
 from mgk.recipes import compare
 from mgk.train import Config, DataConfig
+from tests.inspect.common import embedded
 from tests.train.common import prepare, tiny
 
 
@@ -53,8 +53,8 @@ def test_a_run_knows_its_name_and_curves(grid: Path, root: Path) -> None:
     assert run.parameters == sum(p.numel() for p in run.model.parameters())
 
 
-def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
-    """A perplexity beyond all numbers, or a loss that is none, would be no page at all."""
+def test_curves_leave_out_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    """JSON on the page allows neither NaN nor infinity."""
     lines = [("NaN", "1.5"), ("2.0", "Infinity"), ("1.5", "4.5")]
     text = "".join(
         f'{{"event": "valid", "step": {step}, "loss": {a}, "perplexity": {b}}}\n' for step, (a, b) in enumerate(lines)
@@ -78,7 +78,7 @@ def test_figures_and_tables(grid: Path, root: Path, tmp_path: Path) -> None:
 def test_rank_table_takes_heads_in_order(grid: Path, root: Path) -> None:
     run = open_run(grid, root, "softmax-2")
     table = rank_table(run, matrices=5)
-    heads = [head for index in range(3) for head in run.layers(run.of_split(index))[0].heads()]
+    heads = [head for index in range(3) for head in run.layers(run.example(index))[0].heads()]
     assert table.tolist() == [[rank(head.rows().weights) for head in heads[:5]]]
 
 
@@ -92,11 +92,6 @@ def test_explore_writes_a_page(grid: Path, root: Path, tmp_path: Path, capsys: p
     assert "".join(data["models"][0]["tokens"]) == "[MAX 1 2 [MIN 3 4 ] ] "
 
 
-def embedded(html: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(html.split('id="data">')[1].split("</script>")[0])
-    return found
-
-
 def test_a_comparison_becomes_a_report(grid: Path, root: Path, tmp_path: Path) -> None:
     data = embedded(comparison_page(grid, data_root=root).html)
     kinds = [block["kind"] for block in data["report"]]
@@ -108,15 +103,15 @@ def test_a_comparison_becomes_a_report(grid: Path, root: Path, tmp_path: Path) -
 
 
 def test_bytes_are_read_as_the_models_read_them() -> None:
-    """A byte is byte + 1 for a classifier, whose 0 is padding; the bytes of a letter stay together at the cut."""
-    given = untrained(ClassifierConfig(max_length=6), "imdb").of_text("añb😀c")
+    """A classifier reads byte + 1, as 0 is padding; a text is not cut inside a character."""
+    given = untrained(ClassifierConfig(max_length=6), "imdb").encode("añb😀c")
     assert given.arguments[0].tolist() == [[byte + 1 for byte in "añb".encode()]]
     assert list(given.tokens) == ["a", "ñ", "", "b"]
     assert given.unseen == "😀c"
 
 
 def test_a_matcher_reads_the_text_twice() -> None:
-    given = untrained(MatcherConfig(max_length=6), "aan").of_text("ab")
+    given = untrained(MatcherConfig(max_length=6), "aan").encode("ab")
     assert given.arguments[0].shape == (1, 2, 2)
 
 
@@ -127,15 +122,15 @@ class Words:
 
 def test_words_unknown_to_the_model_are_shown_and_read_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "prepared", Words())
-    given = untrained(LanguageModelConfig(vocabulary=4), "wikitext-2").of_text("the dog\ncat")
+    given = untrained(LanguageModelConfig(vocabulary=4), "wikitext-2").encode("the dog\ncat")
     assert given.arguments[0].tolist() == [[2, 1, 0, 3, 0]]
     assert list(given.tokens) == ["the ", "dog ", "<eos> ", "cat ", "<eos> "]
 
 
 def test_words_are_split_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of plain articles: signs are tokens of their own, and a line without any is none."""
+    """Plain articles: punctuation marks are tokens, and empty lines are skipped."""
     monkeypatch.setattr(Run, "prepared", Words())
-    given = untrained(LanguageModelConfig(vocabulary=4), "enwiki").of_text("the cat, the\n\ncat's")
+    given = untrained(LanguageModelConfig(vocabulary=4), "enwiki").encode("the cat, the\n\ncat's")
     assert list(given.tokens) == ["the ", "cat ", ", ", "the ", "<eos> ", "cat's ", "<eos> "]
     assert given.arguments[0].tolist() == [[2, 3, 1, 2, 0, 1, 0]]
 
@@ -150,14 +145,14 @@ class Tokens:
 
 
 def test_examples_are_counted_as_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole windows of a stream; the documents of a matcher, not its pairs."""
+    """Full windows of a stream; the documents of a matcher, not its pairs."""
     run = untrained(LanguageModelConfig(max_length=6), "enwik8")
     monkeypatch.setattr(Run, "prepared", Tokens(Stream(np.arange(14))))
     assert [given.arguments[0].tolist()[0][0] for given in run.examples(length=100)] == [0, 6]
     assert [len(given.tokens) for given in run.examples(length=4)] == [4, 4, 4]
     for index in (2, -1):
         with pytest.raises(ValueError, match=f"--index: expected 0 to 1, got {index}"):
-            run.of_split(index)
+            run.example(index)
     documents = Documents(np.arange(5), np.array([0, 2, 5]), 1)
     pairs = np.array([[0, 1], [1, 0], [0, 0]])
     monkeypatch.setattr(Run, "prepared", Tokens(Pairs(documents, pairs, np.zeros(3))))
@@ -172,36 +167,36 @@ def test_errors_say_what_to_do(grid: Path, root: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--text, --input: expected one of them, got both"):
         commands.explore((tmp_path,), text="a", input=tmp_path / "b")
     with pytest.raises(ValueError, match="expected symbols of ListOps"):
-        open_run(grid, root).of_text("[MAX hello ]")
+        open_run(grid, root).encode("[MAX hello ]")
     with pytest.raises(ValueError, match="expected at least one token"):
-        open_run(grid, root).of_text("")
+        open_run(grid, root).encode("")
     with pytest.raises(ValueError, match="expected the folder of a comparison"):
         comparison_page(tmp_path)
     with pytest.raises(ValueError, match="--matrices: expected at least 0"):
         commands.figures((grid,), tmp_path, matrices=-1)
     for index in (100_000, -1):
         with pytest.raises(ValueError, match=f"--index: expected 0 to 39, got {index}"):
-            open_run(grid, root).of_split(index)
+            open_run(grid, root).example(index)
     for length in (0, -3):
         with pytest.raises(ValueError, match=f"--length: expected at least 1, got {length}"):
-            open_run(grid, root).of_split(length=length)
+            open_run(grid, root).example(length=length)
         with pytest.raises(ValueError, match=f"--length: expected at least 1, got {length}"):
-            open_run(grid, root).of_text("[MAX 1 2 ]", length)
+            open_run(grid, root).encode("[MAX 1 2 ]", length)
     with pytest.raises(ValueError, match="--length: expected enough for the bytes of 'é', got 1"):
-        untrained(ClassifierConfig(max_length=6), "imdb").of_text("é", 1)
+        untrained(ClassifierConfig(max_length=6), "imdb").encode("é", 1)
 
 
 def test_torch_state_is_left_alone(grid: Path, root: Path) -> None:
-    """Looking draws no random numbers: what comes after does not change."""
+    """Collecting layers draws no random numbers."""
     run = open_run(grid, root)
     assert run.model is run.model
     state = torch.get_rng_state()
-    run.layers(run.of_split(0))
+    run.layers(run.example(0))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_commands_parse() -> None:
-    """Their signatures and docstrings are what the command line shows."""
+    """The command line is generated from their signatures and docstrings."""
     called: list[tuple[object, ...]] = []
 
     def with_name(function: Callable[..., None]) -> Callable[..., None]:

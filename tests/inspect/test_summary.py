@@ -1,4 +1,4 @@
-"""Numbers about heads and components have known values for known heads, and do not depend on how rows are cut."""
+"""Statistics have known values for known heads, and do not depend on the size of the blocks of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stochastic(*shape: int) -> Tensor:
     return torch.rand(*shape).softmax(-1)
 
 
-def test_heads_that_do_the_same() -> None:
+def test_equal_heads() -> None:
     head = Dense.of(stochastic(20, 20))
     summary = summarise([head, head, head])
     assert summary.effective_heads == pytest.approx(1, abs=1e-3)
@@ -26,7 +26,7 @@ def test_heads_that_do_the_same() -> None:
     torch.testing.assert_close(summary.cosine, torch.ones(3, 3))
 
 
-def test_heads_that_share_nothing() -> None:
+def test_disjoint_heads() -> None:
     shifts = [torch.eye(12).roll(shift, 1) for shift in range(4)]
     summary = summarise([Dense.of(shift) for shift in shifts])
     assert summary.effective_heads == pytest.approx(4, abs=1e-4)
@@ -47,13 +47,13 @@ def test_entropy_of_known_rows() -> None:
 
 
 def test_use_of_components() -> None:
-    """One component with a share of 3/4 on the diagonal, one of 1/4 beside it, one of nothing."""
+    """Three components: 3/4 on the diagonal, 1/4 beside it, and nothing."""
     eye = torch.eye(8)
     head = Dense.of(torch.stack([0.75 * eye, 0.25 * eye.roll(1, 1), 0 * eye]))
     summary = summarise([head])
     torch.testing.assert_close(summary.share[0], torch.tensor([0.75, 0.25, 0]))
     torch.testing.assert_close(summary.wins[0], torch.tensor([0.5, 0.5, 0]))  # of the 16 visible pairs
-    torch.testing.assert_close(summary.removal[0], torch.tensor([0.75, 0.25, 0]))  # all that it gave goes elsewhere
+    torch.testing.assert_close(summary.removal[0], torch.tensor([0.75, 0.25, 0]))  # its whole share moves
     assert summary.component_overlap[0, 0, 1] == 0
     assert float(summary.effective_components[0]) == pytest.approx(
         math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
@@ -89,7 +89,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer = collect(MixtureAttention(24, 3).double(), torch.randn(1, 50, 24, dtype=torch.float64), is_causal=True)[0]
     whole = summarise(layer.heads(), bins=10, sampled=13)
-    monkeypatch.setattr(module, "blocks", lambda heads: range(0, 50, 21))
+    monkeypatch.setattr(module, "BLOCK_NUMBERS", 7 * 3 * 2 * 50)  # 7 rows fit: blocks of 5, one bin
     parts = summarise(layer.heads(), bins=10, sampled=13)
     for field in dataclasses.fields(whole):
         torch.testing.assert_close(getattr(parts, field.name), getattr(whole, field.name), atol=1e-6, rtol=1e-6)

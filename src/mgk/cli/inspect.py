@@ -1,4 +1,4 @@
-"""`mgk figures` and `mgk explore`: a thin face over `mgk.inspect.report`."""
+"""`mgk figures` and `mgk explore`: command-line wrappers of `mgk.inspect.report`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def figures(
 ) -> None:
     """Draw the paper's figures for some runs: curves, attention maps, ranks, costs and results, as SVG and PNG.
 
-    Tables come as Markdown and LaTeX beside them. Maps and ranks need the data that the runs were trained on.
+    Tables are written as Markdown and LaTeX. Maps and ranks need the data that the runs were trained on.
 
-    In Python: `mgk.inspect.report.write_figures([Run.open("runs/a")], Path("figures"))`; each figure is a function of
+    In Python: `mgk.inspect.report.write_figures([Run.open("runs/a")], Path("figures"))`. Each figure is a function of
     plain arrays in `mgk.inspect.figures`.
 
     Args:
-        runs: folders of runs; the first one's size is that of the cost curves.
-        out: where the figures go.
-        matrices: attention matrices per layer whose rank is found; 0 leaves ranks out.
-        length: longer inputs are cut here, for maps and ranks.
-        index: which example of the test split the maps show.
-        which: which checkpoint.
-        data_root: where prepared data sets are; $MGK_DATA or ~/.cache/mgk/data if not given.
+        runs: folders of runs; the cost curves use the model size of the first one.
+        out: folder for the figures.
+        matrices: attention matrices per layer whose rank is computed; 0 for no ranks.
+        length: cut longer inputs to this many tokens, for maps and ranks.
+        index: example of the test split that the maps show.
+        which: checkpoint.
+        data_root: folder of prepared data sets; default $MGK_DATA or ~/.cache/mgk/data.
     """
     from mgk.inspect.report import write_figures
     from mgk.inspect.runs import Run
@@ -54,23 +54,23 @@ def explore(
     which: Literal["best", "last"] = "best",
     data_root: Path | None = None,
 ) -> None:
-    """Write one HTML page on which anyone can look inside the attention of some runs: mgk explore RUN [RUN ...]
+    """Write one HTML page that shows the attention of some runs: mgk explore RUN [RUN ...]
 
-    The page needs no server and no network; two models stand side by side. A folder of `mgk compare` gives its report,
-    with the explorer at the end. Without a text, an example of the test split is shown.
+    The page needs no server and no network, and shows two models side by side. For a folder of `mgk compare`, the page
+    has its report above the explorer. Without a text, it shows an example of the test split.
 
-    In Python: `mgk.inspect.report.explore_page([Run.open("runs/a")], text="...").write("page.html")`; for any arrays,
-    `mgk.inspect.page`.
+    In Python: `mgk.inspect.report.explore_page([Run.open("runs/a")], text="...").write("page.html")`, or
+    `mgk.inspect.page` for any arrays.
 
     Args:
-        runs: folders of runs, or one of a comparison.
-        text: what the models are to read.
-        input: a file with what the models are to read.
-        out: where the page goes.
-        index: which example of the test split, if there is no text.
-        length: cut the input to so many tokens.
-        which: which checkpoint.
-        data_root: where prepared data sets are; $MGK_DATA or ~/.cache/mgk/data if not given.
+        runs: folders of runs, or one folder of a comparison.
+        text: input text of the models.
+        input: file with the input text.
+        out: file to write.
+        index: example of the test split, if there is no text.
+        length: cut the input to this many tokens.
+        which: checkpoint.
+        data_root: folder of prepared data sets; default $MGK_DATA or ~/.cache/mgk/data.
     """
     from mgk.inspect.report import comparison_page, explore_page
     from mgk.inspect.runs import Run
@@ -83,12 +83,12 @@ def explore(
     if input is not None:
         text = input.read_text(encoding="utf-8", errors="replace")
     if len(runs) == 1 and (runs[0] / "comparison.json").exists():
-        written = comparison_page(runs[0], text=text, data_root=data_root).write(out)
+        page = comparison_page(runs[0], text=text, data_root=data_root)
     else:
         opened = [Run.open(run, which=which, data_root=data_root) for run in runs]
         with Progress("explore", sum(run.config.model.layers for run in opened)) as progress:
             page = explore_page(
                 opened, text=text, index=index, length=length, progress=lambda done, total: progress.show(done)
             )
-        written = page.write(out)
+    written = page.write(out)
     print(f"{written} ({written.stat().st_size / 1e6:.1f} MB): open it in a browser")

@@ -1,4 +1,4 @@
-"""FLOPs and parameters against the number of heads, mixtures with half of the baseline's: Figures 3 and 7."""
+"""FLOPs and parameters as functions of the number of heads: the paper's Figures 3 and 7."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mgk.variants import LABELS, MIXTURES
 
 @dataclass(frozen=True)
 class Curve:
-    """One model over the baseline's numbers of heads; `heads` are its own."""
+    """Costs of one model for each number of heads of the baseline; `heads` is the model's own number of heads."""
 
     name: str
     heads: tuple[int, ...]
@@ -32,9 +32,10 @@ def cost_curves(
     causal: bool = False,
     halve: bool = True,
 ) -> list[Curve]:
-    """Forward FLOPs of one input and parameters of the layers (attention and feed-forward) of each variant.
+    """Return the forward FLOPs of one input and the parameters of all layers (attention and feed-forward).
 
-    With `halve`, a mixture has half of the baseline's heads, as in the paper. Defaults: the paper's retrieval task.
+    With `halve`, a mixture has half of the baseline's heads, as in the paper. The defaults are those of the paper's
+    retrieval task.
     """
     for name, number in (("head_dim", head_dim), ("hidden", hidden), ("layers", layers)):
         check_count(name, number)
@@ -54,7 +55,6 @@ def cost_curves(
             for d in calls
         ]
         sizes = [layers * (parameters(d) + feed_forward + hidden + width + 4 * width) for d in calls]
-        curves.append(
-            Curve(LABELS.get(variant, variant) + ", half the heads" * halved, tuple(own), tuple(flops), tuple(sizes))
-        )
+        label = LABELS.get(variant, variant) + ", half the heads" * halved
+        curves.append(Curve(label, tuple(own), tuple(flops), tuple(sizes)))
     return curves

@@ -1,6 +1,6 @@
-"""The paper's figures for any numbers: arrays in, a matplotlib `Figure` out, in one style for all eyes.
+"""The paper's figures: each function takes plain arrays and returns a matplotlib `Figure`.
 
-Needs the extra `plot`. No figure touches pyplot or a global setting.
+Needs the extra `plot`. Pyplot and global settings are not used. Colours are safe for colour-blind readers.
 
 L layers, H heads, G bins of a pooled map.
 """
@@ -43,22 +43,25 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 
 def styled() -> AbstractContextManager[None]:
-    """Our style, for the lines within."""
+    """Use the style of these figures within a `with` block."""
     return matplotlib.rc_context(STYLE)  # type: ignore[no-any-return]
 
 
 def curves(panels: Mapping[str, Mapping[str, Points]], *, x_label: str = "step", log_y: Sequence[str] = ()) -> Figure:
-    """Figures 1 and 4: one panel for each quantity, one line for each model, {quantity: {model: (steps, values)}}."""
+    """Figures 1 and 4: one panel per quantity, one line per model, {quantity: {model: (steps, values)}}.
+
+    Quantities named in `log_y` have a logarithmic axis.
+    """
     with styled():
-        figure = Figure(figsize=(4.2 * len(panels), 3), layout="constrained")
-        for axes, (quantity, lines) in zip(_row(figure, len(panels)), panels.items(), strict=True):
+        figure, row = _panels(len(panels))
+        for axes, (quantity, lines) in zip(row, panels.items(), strict=True):
             for index, (name, (x, y)) in enumerate(lines.items()):
                 axes.plot(x, y, DASHES[index % 4], color=COLOURS[index % 6], label=name)
             axes.set(xlabel=x_label, ylabel=quantity)
             if quantity in log_y:
                 axes.set_yscale("log")
         if any(panels.values()):
-            figure.axes[0].legend()
+            row[0].legend()
         return figure
 
 
@@ -69,10 +72,10 @@ def attention_maps(
     size: float = 0.9,
     names: Sequence[int] | None = None,
 ) -> Figure:
-    """Figures 2 (left), 5 and 8: every head (across) of every layer (down), models side by side.
+    """Figures 2 (left), 5 and 8: the maps of all layers (rows) and heads (columns) of some models.
 
-    `names` are the numbers of the layers, 1, 2, ... if none are given. Colours go to the weight that three rows in four
-    stay below, map by map, as on the page.
+    `names` are the numbers of the layers, by default 1, 2, ... `size` is the side of a map in inches. The colour scale
+    of each map ends at the 75% quantile of the row maxima, as on the explorer page.
     """
     depth = max(len(layers) for layers in models.values())
     widths = [max(map(len, layers)) for layers in models.values()]
@@ -86,75 +89,67 @@ def attention_maps(
             for axes in grid.flat:
                 axes.set_axis_off()
             for row, heads in enumerate(layers):
-                for column, weights in enumerate(heads):
-                    axes = grid[row, column]
-                    axes.set_axis_on()
-                    axes.set(xticks=[], yticks=[])
-                    for spine in axes.spines.values():
-                        spine.set(visible=True, linewidth=0.4)
-                    image = np.asarray(weights, dtype=float)
-                    peak = float(np.quantile(image.max(1), 0.75)) or 1.0
-                    norm = LogNorm(peak * 1e-4, peak, clip=True) if log else Normalize(0, peak)
-                    axes.imshow(np.maximum(image, peak * 1e-9), cmap=PURPLE, norm=norm)
-                    if column == 0:
-                        axes.set_ylabel(f"{numbers[row]}", rotation=0, labelpad=8, va="center")
+                for axes, weights in zip(grid[row], heads, strict=False):
+                    _draw_map(axes, np.asarray(weights, dtype=float), log)
+                grid[row, 0].set_ylabel(f"{numbers[row]}", rotation=0, labelpad=8, va="center")
         return figure
 
 
-def rank_histograms(
-    ranks: Mapping[str, Int[Tensor, "l n"]], *, size: int | None = None, layers: Sequence[int] | None = None
-) -> Figure:
-    """Figures 2 (right) and 6: how the ranks of attention matrices are distributed, a panel for each layer.
+def _draw_map(axes: Any, weights: np.ndarray[Any, Any], log: bool) -> None:
+    axes.set_axis_on()
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set(visible=True, linewidth=0.4)
+    peak = float(np.quantile(weights.max(1), 0.75)) or 1.0
+    norm = LogNorm(peak * 1e-4, peak, clip=True) if log else Normalize(0, peak)
+    axes.imshow(np.maximum(weights, peak * 1e-9), cmap=PURPLE, norm=norm)
 
-    The axis ends at `size`, for matrices that are all `size` x `size`, or at the largest rank there is.
+
+def rank_histograms(ranks: Mapping[str, Int[Tensor, "l n"]], *, size: int | None = None) -> Figure:
+    """Figures 2 (right) and 6: histograms of the ranks of attention matrices, one panel per layer.
+
+    The axis ends at `size`, the largest possible rank, or at the largest rank found.
     """
     arrays = {name: np.asarray(values) for name, values in ranks.items()}
-    shown = list(range(max(map(len, arrays.values())))) if layers is None else list(layers)
     low = min(int(array.min()) for array in arrays.values())
     high = max([size or 0, *(int(array.max()) for array in arrays.values())])
-    step = -(-(high - low + 3) // 32)  # whole ranks, and at most 32 bars
+    step = -(-(high - low + 3) // 32)  # integer bins, at most 32
     bins = np.arange(low - 1, high + 1 + step, step) - 0.5
     with styled():
-        figure = Figure(figsize=(3.6 * len(shown), 2.8), layout="constrained")
-        for axes, layer in zip(_row(figure, len(shown)), shown, strict=True):
+        figure, row = _panels(max(map(len, arrays.values())), 3.6, 2.8)
+        for layer, axes in enumerate(row):
             for index, (name, array) in enumerate(arrays.items()):
                 if layer < len(array):
-                    style = {"color": COLOURS[index % 6], "label": f"{name} (median {np.median(array[layer]):.0f})"}
-                    axes.hist(array[layer], bins, histtype="stepfilled", alpha=0.25, **(style | {"label": None}))
-                    axes.hist(array[layer], bins, histtype="step", linestyle=DASHES[index % 4], linewidth=1.4, **style)
+                    colour, label = COLOURS[index % 6], f"{name} (median {np.median(array[layer]):.0f})"
+                    line = {"linestyle": DASHES[index % 4], "linewidth": 1.4, "label": label}
+                    axes.hist(array[layer], bins, histtype="stepfilled", alpha=0.25, color=colour)
+                    axes.hist(array[layer], bins, histtype="step", color=colour, **line)
             axes.set(title=f"layer {layer + 1}", xlabel="rank", ylabel="matrices")
-            axes.set_ylim(top=1.3 * axes.get_ylim()[1])  # room for the names
+            axes.set_ylim(top=1.3 * axes.get_ylim()[1])  # leaves space for the legend
             axes.legend(fontsize=7.5, loc="upper left")
         return figure
 
 
 def costs(lines: Sequence[Curve], *, heads: Sequence[int]) -> Figure:
     """Figures 3 and 7: FLOPs and parameters against the number of heads of the baseline."""
+    quantities = (("flops", 1e9, "GFLOPs of a forward"), ("parameters", 1e3, "thousand parameters of the layers"))
     with styled():
-        figure = Figure(figsize=(8.4, 3), layout="constrained")
-        for axes, quantity in zip(_row(figure, 2), ("flops", "parameters"), strict=True):
+        figure, row = _panels(2)
+        for axes, (quantity, unit, label) in zip(row, quantities, strict=True):
             for index, curve in enumerate(lines):
-                values = [value / (1e9 if quantity == "flops" else 1e3) for value in getattr(curve, quantity)]
-                axes.plot(
-                    heads,
-                    values,
-                    DASHES[index % 4],
-                    marker=MARKERS[index % 6],
-                    color=COLOURS[index % 6],
-                    label=curve.name,
-                )
-            label = "GFLOPs of a forward" if quantity == "flops" else "thousand parameters of the layers"
+                style = {"marker": MARKERS[index % 6], "color": COLOURS[index % 6], "label": curve.name}
+                axes.plot(heads, np.asarray(getattr(curve, quantity)) / unit, DASHES[index % 4], **style)
             axes.set(xlabel="heads of the baseline", ylabel=label, xticks=list(heads), ylim=(0, None))
-        figure.axes[0].legend()
+        row[0].legend()
         return figure
 
 
 def bars(panels: Mapping[str, Mapping[str, tuple[float, float]]]) -> Figure:
-    """Figure 7 and comparisons of techniques: {quantity: {technique: (value, half of its interval or 0)}}."""
+    """Bar charts to compare models: {quantity: {model: (value, half of its confidence interval or 0)}}."""
     with styled():
-        figure = Figure(figsize=(4.2 * len(panels), 3), layout="constrained")
-        for axes, (quantity, values) in zip(_row(figure, len(panels)), panels.items(), strict=True):
-            heights, errors = [value for value, _ in values.values()], [error for _, error in values.values()]
+        figure, row = _panels(len(panels))
+        for axes, (quantity, values) in zip(row, panels.items(), strict=True):
+            heights, errors = zip(*values.values(), strict=True)
             colours = [COLOURS[index % 6] for index in range(len(values))]
             axes.bar(list(values), heights, yerr=errors if any(errors) else None, color=colours, width=0.6, capsize=3)
             axes.set(ylabel=quantity)
@@ -164,7 +159,7 @@ def bars(panels: Mapping[str, Mapping[str, tuple[float, float]]]) -> Figure:
 
 
 def save(figure: Figure, stem: str | Path) -> list[Path]:
-    """STEM.svg and STEM.png; the same numbers give the same bytes."""
+    """Write STEM.svg and STEM.png; equal figures give identical files."""
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(stem.name + ending) for ending in (".svg", ".png")]
@@ -174,5 +169,7 @@ def save(figure: Figure, stem: str | Path) -> list[Path]:
     return paths
 
 
-def _row(figure: Figure, count: int) -> list[Any]:
-    return list(figure.subplots(1, count, squeeze=False)[0])
+def _panels(count: int, width: float = 4.2, height: float = 3.0) -> tuple[Figure, list[Any]]:
+    """Create a figure with a row of panels."""
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])

@@ -1,24 +1,25 @@
-"""One head on one input, as a thing to look into: its weights and responsibilities by rows, in linear memory.
+"""Attention weights and responsibilities of one head on one input, computed in blocks of rows.
 
-Every variant is the same formula over pairs of a query i and a component r of a key j:
+Every variant uses the same formula for a query i and component r of a key j:
 
     l[i,j,r] = link(scale_r q_i.k_jr) + row[i,r] + column[r,j]
     A[i,j] = sum_r exp l[i,j,r] / sum_j' sum_r exp l[i,j',r]
 
-- softmax: one component, scale 1/sqrt(D), and nothing else.
-- MGK: scale 1/s2, column = log prior - |k_jr|^2 / 2 s2; row = -|q_i|^2 / 2 s2_r where the variances differ, else it
-  cancels. sMGK: k_jr = k_j for all r, and row gets q_i.b_r / s2 instead.
-- the linear family: q and k are the features, and the link is the logarithm.
+- softmax: one component, scale = 1/sqrt(D), row = column = 0.
+- MGK: scale = 1/s2, column = log prior - |k_jr|^2 / 2 s2, row = -|q_i|^2 / 2 s2_r if the variances differ. If they are
+  equal, that term cancels and row = 0.
+- sMGK: as MGK, with the same k_j for every component; the shift adds q_i.b_r / s2 to row.
+- linear, MLK and sMLK: q and k are the features, and link is the logarithm.
 
-So a page that is given q, k, row and column computes any weight of any variant with one short function.
+The explorer page stores q, k, row and column and evaluates the same formula in JavaScript (`assets/heads.js`).
 
-M components, Nq queries, Nk keys, F width of q and k (D, or that of the features), R = M sets of keys, or 1 for all.
+M components, Nq queries, Nk keys, F width of q and k (D, or the number of features), R sets of keys (M, or 1 if all
+components share one).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of some queries: what each component adds to A, and how the components compare."""
+    """Attention of a block of queries, by component."""
 
     components: Float[Tensor, "m n nk"]
-    """Add up to A over the components."""
+    """Contribution of each component to A; they sum to A."""
     logits: Float[Tensor, "m n nk"]
-    """l[i,j,r] but for a constant of the row; -inf where a key is not visible."""
+    """l[i,j,r] up to a constant per row; -inf where the key is not visible."""
     log_total: Float[Tensor, " n"]
-    """log of what the logits' exponentials add up to, which makes a logit a weight; -inf where no key is visible."""
+    """logsumexp of the logits of each row, the log of the normaliser of A; -inf if no key is visible."""
 
     @property
     def weights(self) -> Float[Tensor, "n nk"]:
@@ -48,12 +49,12 @@ class Rows:
 
     @property
     def responsibilities(self) -> Float[Tensor, "m n nk"]:
-        """gamma[i,j,r] of Eqn 11, zero where a key is not visible."""
+        """gamma[i,j,r] of Eqn 11; zero where the key is not visible."""
         return self.logits.softmax(0).nan_to_num(0)
 
 
 class Head(Protocol):
-    """What an analysis needs of a head."""
+    """Interface of a head; `Factors` and `Dense` implement it."""
 
     @property
     def num_components(self) -> int: ...
@@ -62,13 +63,13 @@ class Head(Protocol):
     @property
     def num_keys(self) -> int: ...
     def rows(self, start: int = 0, stop: int | None = None) -> Rows:
-        """Of the queries start..stop: memory is M * (stop - start) * Nk."""
+        """Compute the attention of queries start..stop, in M * (stop - start) * Nk memory."""
         ...
 
 
 @dataclass(frozen=True)
 class Factors:
-    """A head by its queries and keys: see the formula above."""
+    """A head given by its queries and keys, see the formula at the top of this file."""
 
     query: Float[Tensor, "nq f"]
     key: Float[Tensor, "r nk f"]
@@ -76,7 +77,7 @@ class Factors:
     row: Float[Tensor, "nq m"]
     column: Float[Tensor, "m nk"]
     link: str = "identity"  # or "log"
-    hard: bool = False  # Eqn 12: the largest component counts, and is the only one that adds to A
+    hard: bool = False  # hard E-step (Eqn 12): only the largest component of a pair contributes to A
     is_causal: bool = False  # lower-right aligned
 
     @property
@@ -92,7 +93,7 @@ class Factors:
         return self.key.shape[1]
 
     def logits(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "m n nk"]:
-        """l[i,j,r] of some queries, -inf where a key is not visible."""
+        """Compute l[i,j,r] of queries start..stop, -inf where the key is not visible."""
         query = self.query[start:stop]
         product = (query @ self.key.mT) * self.scale[:, None, None]
         if self.link == "log":
@@ -105,13 +106,11 @@ class Factors:
         return logits
 
     def rows(self, start: int = 0, stop: int | None = None) -> Rows:
-        logits = self.logits(start, stop)
+        logits = counted = self.logits(start, stop)
         if self.hard:
             winner = logits.max(0, keepdim=True)
             counted = torch.full_like(logits, -torch.inf).scatter_(0, winner.indices, winner.values)
-        else:
-            counted = logits
-        # With the largest logit at 0 nothing overflows; a row that sees no key has the sum 0, and gets zeros.
+        # Subtracting the largest logit avoids overflow. A row without a visible key has the sum 0 and gets zeros.
         largest = counted.amax((0, 2))
         terms = (counted - largest.masked_fill(largest == -torch.inf, 0)[:, None]).exp_()
         total = terms.sum((0, 2))
@@ -119,20 +118,20 @@ class Factors:
         return Rows(terms, logits, largest + total.log())
 
     def to(self, *args: object) -> Factors:
-        """On another device, or in another dtype."""
+        """Move to another device or dtype."""
         tensors = {name: getattr(self, name).to(*args) for name in ("query", "key", "scale", "row", "column")}
         return replace(self, **tensors)
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A head by its weights: of any model, if one has the matrices."""
+    """A head given by its attention matrix, from any model."""
 
     components: Float[Tensor, "m nq nk"]
 
     @classmethod
     def of(cls, weights: Float[Tensor, "nq nk"] | Float[Tensor, "m nq nk"]) -> Dense:
-        """A, or what each component adds to it."""
+        """Create a head from A, or from the contribution of each component to A."""
         tensor = torch.as_tensor(weights)
         if tensor.dim() == 2:
             tensor = tensor[None]
@@ -155,8 +154,7 @@ class Dense:
 
     def rows(self, start: int = 0, stop: int | None = None) -> Rows:
         components = self.components[:, start:stop]
-        logits = components.log()
-        return Rows(components, logits, components.new_zeros(components.shape[1]))
+        return Rows(components, components.log(), components.new_zeros(components.shape[1]))
 
 
 def gaussian(
@@ -169,17 +167,16 @@ def gaussian(
     e_step: str = "soft",
     is_causal: bool = False,
 ) -> Factors:
-    """A head of MGK, or with `shift` of sMGK: the arguments of `mgk.attention_weights` without batch and heads."""
-    components = key[:, None] if shift is None else key[None] + shift[:, None]  # (M,1,Nk,D) or (M,Nk,D)
-    components = components.flatten(0, -3)
-    count = len(components)
-    variance = math.sqrt(query.shape[-1]) if variance is None else variance
-    variances = torch.as_tensor(variance, dtype=query.dtype, device=query.device).expand(count)
-    scale = 1 / variances
+    """Create a head of MGK, or of sMGK if `shift` is given.
+
+    Arguments are those of `mgk.attention_weights` without the batch and head dimensions.
+    """
+    components = key if shift is None else key[None] + shift[:, None]
+    scale = 1 / expand_variance(variance, components)
     column = -components.square().sum(-1) / 2 * scale[:, None]
     if log_prior is not None and e_step == "soft":
-        column = column + (log_prior[:, None] if log_prior.dim() == 1 else log_prior)
-    row = -query.square().sum(-1, keepdim=True) / 2 * (scale - scale[0])  # 0 where the variances are the same
+        column = column + log_prior.reshape(len(components), -1)
+    row = -query.square().sum(-1, keepdim=True) / 2 * (scale - scale[0])  # 0 if the variances are equal
     if shift is not None:
         row = row + query @ shift.T * scale
     keys = components if shift is None else key[None]
@@ -187,7 +184,7 @@ def gaussian(
 
 
 def softmax(query: Float[Tensor, "nq d"], key: Float[Tensor, "nk d"], *, is_causal: bool = False) -> Factors:
-    """A head of softmax attention."""
+    """Create a head of softmax attention."""
     scale = query.new_full((1,), query.shape[-1] ** -0.5)
     row, column = query.new_zeros(len(query), 1), key.new_zeros(1, len(key))
     return Factors(query, key[None], scale, row, column, is_causal=is_causal)
@@ -200,22 +197,25 @@ def linear(
     *,
     is_causal: bool = False,
 ) -> Factors:
-    """A head of linear attention, MLK or sMLK by the features of queries and component keys, mantissa and exponent."""
-    (queries, row), (keys, column) = _scaled(*query), _scaled(*key)
+    """Create a head of linear attention, MLK or sMLK.
+
+    `query` and `key` are the features of queries and component keys as (mantissa, exponent): mantissa * exp(exponent).
+    """
+    (queries, row), (keys, column) = _common_exponent(*query), _common_exponent(*key)
     count = len(keys)
     if log_prior is not None:
-        column = column + (log_prior[:, None] if log_prior.dim() == 1 else log_prior)
+        column = column + log_prior.reshape(count, -1)
     scale = queries.new_ones(count)
     return Factors(queries, keys, scale, row[:, None].expand(-1, count), column, link="log", is_causal=is_causal)
 
 
-def _scaled(mantissa: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """Features with the largest exponent taken out, and that exponent."""
+def _common_exponent(mantissa: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale features to one exponent per position, the largest, and return both."""
     largest = exponent.amax(-1)
     return mantissa * (exponent - largest[..., None]).exp(), largest
 
 
-def blocks(heads: Sequence[Head], budget: int = 1 << 24) -> range:
-    """Starts of blocks of rows such that one block of one head holds about `budget` numbers; `.step` rows each."""
-    largest = max(head.num_components * head.num_keys for head in heads)
-    return range(0, max(head.num_queries for head in heads), max(1, budget // max(1, largest)))
+def expand_variance(variance: float | Float[Tensor, " m"] | None, keys: Float[Tensor, "m nk d"]) -> Float[Tensor, " m"]:
+    """Return one variance per component; the default is sqrt(D)."""
+    variance = math.sqrt(keys.shape[-1]) if variance is None else variance
+    return torch.as_tensor(variance, dtype=keys.dtype, device=keys.device).expand(len(keys))

@@ -1,7 +1,8 @@
-"""Numbers into the page, small: 16 bits where the eye cannot tell, deflated where it helps, base64 in an inert element.
+"""Embed arrays and JSON in the HTML page.
 
-A block is a `<script type="text/plain">`, which a browser neither runs nor shows. What stands in it is base64, and JSON
-goes in with every `<` written as an escape, so no text can end the element it stands in.
+An array becomes a block: a `<script type="text/plain">`, which a browser neither runs nor shows. It holds 8-, 16- or
+32-bit numbers in base64, deflated if that makes them smaller. JSON is written with every `<` escaped, so that no text
+can end the element that contains it.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from mgk.inspect.heads import Factors
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Array = dict[str, Any]  # what the page is told about an array: its block, type and shape
-DECADES = {"u8": 6, "u16": 9}  # below the largest; what is smaller is drawn, and read, as zero
+Array = dict[str, Any]  # description of an array for the page: its block, type and shape
+DECADES = {"u8": 6, "u16": 9}  # below the largest number; smaller numbers become 0
 
 
 class Blocks:
-    """The arrays of a page."""
+    """The arrays of one page, as HTML elements."""
 
     def __init__(self) -> None:
         self.elements: list[str] = []
 
     def add(self, data: bytes, kind: str, shape: tuple[int, ...], **facts: Any) -> Array:
+        """Add the bytes of an array and return its description."""
         deflated = zlib.compress(data, 9)
-        small = len(deflated) < 0.95 * len(data)  # not worth the browser's time otherwise
+        small = len(deflated) < 0.95 * len(data)  # otherwise inflating is not worth the time
         index = len(self.elements)
         text = base64.b64encode(deflated if small else data).decode()
         self.elements.append(
@@ -39,16 +41,17 @@ class Blocks:
         return {"block": index, "type": kind, "shape": list(shape), **facts}
 
     def floats(self, values: NDArray[np.floating]) -> Array:
+        """Add an array in 32 bits."""
         values = np.ascontiguousarray(values, dtype="<f4")
         return self.add(values.tobytes(), "f32", values.shape)
 
     def steps(self, values: NDArray[np.floating]) -> Array:
-        """16 bits: a step per column (last axis), which comes first in the block."""
+        """Add an array as 16-bit integers; the step of each column (last axis) comes first in the block."""
         steps, codes = quantise(values)
         return self.add(steps.tobytes() + codes.tobytes(), "i16", values.shape)
 
     def logs(self, values: NDArray[np.floating], kind: str) -> Array:
-        """8 or 16 bits of the logarithm: 0 is 0, and every other number has the same relative error."""
+        """Add an array as logarithms in 8 or 16 bits (`kind` "u8" or "u16"): one relative error, and 0 stays 0."""
         largest = float(values.max(initial=0)) or 1.0
         levels, span = (254, 65534)[kind == "u16"], DECADES[kind] * np.log(10)
         with np.errstate(divide="ignore"):
@@ -58,14 +61,14 @@ class Blocks:
 
 
 def quantise(values: NDArray[np.floating]) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Steps (F,) and integers (...,F) whose product is `values` to half a step."""
+    """Return steps (F,) and integers (...,F) whose product is `values` to half a step."""
     steps = np.abs(values).max(axis=tuple(range(values.ndim - 1)), initial=0) / 32767
     steps = np.where(steps > 0, steps, 1).astype("<f4")
     return steps, np.round(values / steps).clip(-32767, 32767).astype("<i2")
 
 
 def fits_16_bits(head: Factors, tolerance: float = 2e-4, sample: int = 64) -> bool:
-    """Whether weights from 16-bit queries and keys are right to `tolerance`, by rows all over the matrix."""
+    """Check on evenly spaced rows whether 16-bit queries and keys give weights to a relative `tolerance`."""
     rows = np.unique(np.linspace(0, head.num_queries - 1, sample).astype(int))
     query, key = head.query.double().numpy()[rows], head.key.double().numpy()
     rounded = [codes * steps.astype(float) for steps, codes in (quantise(query), quantise(key))]
@@ -76,8 +79,8 @@ def fits_16_bits(head: Factors, tolerance: float = 2e-4, sample: int = 64) -> bo
 
 
 def script_safe(value: object) -> str:
-    """JSON that may stand inside a script element, whatever text is in it."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # "<" could open or close an element; U+2028 and a lone surrogate break older parsers and UTF-8 files
+    # "<" could open or close an element; U+2028 breaks older parsers, and a lone surrogate UTF-8
     text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in text)

@@ -1,13 +1,13 @@
-"""Runs of `mgk train` as things to look at: their names, curves, models, and inputs with readable tokens.
+"""Runs of `mgk train`: their names, logged curves and models, and inputs with readable tokens.
 
-B batch, N positions.
+N positions.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,30 +17,30 @@ import torch
 from torch import Tensor
 
 from mgk.data import Prepared
-from mgk.data.corpora import PIECE
 from mgk.data.listops import SYMBOLS
 from mgk.data.splits import Images, Stream
 from mgk.inspect.collect import Layer, collect
-from mgk.inspect.document import byte_tokens
+from mgk.inspect.tokens import ByteTokenizer, WordTokenizer, article_words, listops_symbols, wikitext_words
 from mgk.ops.arguments import check_count
 from mgk.train import Config, load_model
 from mgk.train.config import read
 from mgk.train.data import load
-from mgk.variants import LABELS
+from mgk.variants import GAUSSIAN, LABELS
 
 
 @dataclass(frozen=True)
 class Input:
-    """What a model is called with, and what its positions are called."""
+    """Arguments of a model's `forward`, and a label for each position."""
 
     arguments: tuple[Tensor, ...]
     tokens: Sequence[str]
     unseen: str = ""
+    """Text beyond the model's maximum length."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A folder of `mgk train`."""
+    """A run folder written by `mgk train`."""
 
     folder: Path
     config: Config
@@ -49,6 +49,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path, *, which: str = "best", data_root: Path | None = None) -> Run:
+        """Open a run folder; `which` is the checkpoint, "best" or "last"."""
         folder = Path(folder)
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder}: expected the folder of a run (mgk train), found no config.json in it")
@@ -56,73 +57,75 @@ class Run:
 
     @property
     def name(self) -> str:
-        """E.g. "sMGK, 4 heads", with what is out of the ordinary."""
+        """For example "sMGK, 4 heads", with options that are not the default."""
         model = self.config.model
         parts = [LABELS[model.attention], f"{model.heads} head{'s' if model.heads > 1 else ''}"]
-        if model.attention in ("mgk", "smgk"):
+        if model.attention in GAUSSIAN:
             parts += ["hard E-step"] * (model.e_step == "hard") + ["soft-E prior"] * (model.prior == "em")
         return ", ".join(parts)
 
     @cached_property
     def model(self) -> Any:
-        """The checkpoint, on the GPU if there is one."""
+        """The model with the weights of the checkpoint, on the GPU if there is one."""
         return load_model(self.folder, self.which)[0].to("cuda" if torch.cuda.is_available() else "cpu")
 
     @cached_property
     def prepared(self) -> Prepared:
         return load(self.config, self.data_root)
 
+    @cached_property
+    def tokenizer(self) -> ByteTokenizer | WordTokenizer:
+        if self.config.data.name == "listops":
+            return WordTokenizer(("", *SYMBOLS), listops_symbols)
+        if self.config.kind != "language":
+            return ByteTokenizer(shift=1)  # 0 is padding
+        if self.prepared.manifest["facts"].get("level") != "words":
+            return ByteTokenizer(shift=0)
+        split = article_words if self.config.data.name == "enwiki" else wikitext_words
+        return WordTokenizer(self.prepared.words, split)
+
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def log(self, event: str) -> list[dict[str, Any]]:
-        """Lines of the log of one kind: "train", "valid" or "test"."""
-        path = self.folder / "log.jsonl"
-        if not path.exists():
-            return []
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        return [line for line in lines if line["event"] == event]
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The content of result.json, or None if the run has not finished."""
+        path = self.folder / "result.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def curve(self, event: str, metric: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a metric, where the log has it as a number that can be drawn."""
-        points = [(line["step"], line[metric]) for line in self.log(event) if math.isfinite(line.get(metric, math.nan))]
-        return [float(step) for step, _ in points], [float(value) for _, value in points]
+        """Return the steps and values of a logged metric, without values that are not finite.
 
-    def of_text(self, text: str, length: int | None = None) -> Input:
-        """A text as this model reads it, cut to what it can take."""
+        `event` is "train", "valid" or "test".
+        """
+        path = self.folder / "log.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        points = [
+            (float(line["step"]), float(line[metric]))
+            for line in lines
+            if line["event"] == event and math.isfinite(line.get(metric, math.nan))
+        ]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def encode(self, text: str, length: int | None = None) -> Input:
+        """Convert a text to an input of this model, cut to `length` tokens or the model's maximum length."""
         if self.config.kind == "vision":
             raise ValueError("--text: expected a model of text, got one of images; leave it out to see a test image")
         limit = self._limit(length)
-        if self.config.data.name == "listops":
-            words = text.replace("(", " ").replace(")", " ").split()
-            unknown = [word for word in words if word not in SYMBOLS]
-            if unknown:
-                raise ValueError(f"--text: expected symbols of ListOps, {' '.join(SYMBOLS)}, got {unknown[0]!r}")
-            numbers, labels = [SYMBOLS.index(word) + 1 for word in words], [word + " " for word in words]
-        elif self._reads_words:
-            vocabulary = {word: number for number, word in enumerate(self.prepared.words)}
-            lines: Iterable[list[str]] = map(str.split, text.splitlines())
-            if self.config.data.name == "enwiki":
-                lines = filter(None, map(PIECE.findall, text.splitlines()))
-            words = [word for line in lines for word in [*line, "<eos>"]]
-            unknown_number = vocabulary.get("<unk>", 0)
-            numbers, labels = [vocabulary.get(word, unknown_number) for word in words], [word + " " for word in words]
-        else:
-            data = text.encode("utf-8", errors="replace")
-            numbers, labels = [byte + self._shift for byte in data], byte_tokens(data)
-        if not numbers:
+        ids, labels = self.tokenizer.encode(text)
+        if not ids:
             raise ValueError("--text: expected at least one token, got none")
-        while limit < len(labels) and labels[limit] == "":  # the bytes of one letter stay together
+        while limit < len(labels) and labels[limit] == "":  # do not cut inside a character
             limit -= 1
         if not limit:
             raise ValueError(f"--length: expected enough for the bytes of {labels[0]!r}, got {length}")
-        unseen = "".join(labels[limit:])
-        return Input(self._arguments(torch.tensor(numbers[:limit])), labels[:limit], unseen)
+        return Input(self._arguments(torch.tensor(ids[:limit])), labels[:limit], "".join(labels[limit:]))
 
-    def of_split(self, index: int = 0, split: str = "", length: int | None = None) -> Input:
-        """An example of the data, by default of the test split."""
-        examples: Any = self.prepared.split(split or self.config.data.test)
+    def example(self, index: int = 0, length: int | None = None) -> Input:
+        """Return an example of the test split, cut to `length` tokens or the model's maximum length."""
+        examples: Any = self.prepared.split(self.config.data.test)
         limit = self._limit(length)
         count = _count(examples, limit)
         if not 0 <= index < count:
@@ -138,46 +141,30 @@ class Run:
         else:
             documents = getattr(examples, "documents", examples)
             row = torch.from_numpy(documents.row(index)[:limit])
-        return Input(self._arguments(row), self._labels(row))
+        return Input(self._arguments(row), self.tokenizer.labels(row.tolist()))
 
     def examples(self, length: int | None = None) -> Iterator[Input]:
-        """Inputs of the test split, one after the other."""
+        """Iterate over the test split."""
         for index in range(_count(self.prepared.split(self.config.data.test), self._limit(length))):
-            yield self.of_split(index, length=length)
+            yield self.example(index, length)
 
     def layers(self, given: Input) -> list[Layer]:
-        """What the model's attention does with an input."""
+        """Run the model on an input and return its attention layers."""
         device = next(self.model.parameters()).device
         return collect(self.model, *(argument.to(device) for argument in given.arguments))
 
     def _limit(self, length: int | None) -> int:
-        """How many tokens to show; an image has no such limit."""
+        """Return the maximum number of tokens; 1 for images, where it is not used."""
         most = getattr(self.config.model, "max_length", 1)
         return most if length is None else min(check_count("--length", length), most)
 
-    @property
-    def _reads_words(self) -> bool:
-        return self.config.kind == "language" and self.prepared.manifest["facts"].get("level") == "words"
-
-    @property
-    def _shift(self) -> int:
-        return 0 if self.config.kind == "language" else 1
-
-    def _arguments(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """A matcher reads two documents: the same one twice shows what one encoder does."""
-        return (tokens.expand(1, 2, -1) if self.config.kind == "matcher" else tokens[None],)
-
-    def _labels(self, row: Tensor) -> Sequence[str]:
-        if self.config.data.name == "listops":
-            return [SYMBOLS[number - 1] + " " for number in row.tolist()]
-        if self._reads_words:
-            words = self.prepared.words
-            return [words[number].replace("<eos>", "<eos>\n") + " " for number in row.tolist()]
-        return byte_tokens(bytes(number - self._shift for number in row.tolist()))
+    def _arguments(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Add the batch dimension. A matcher reads two documents: it gets the same one twice."""
+        return (ids.expand(1, 2, -1) if self.config.kind == "matcher" else ids[None],)
 
 
 def _count(examples: Any, limit: int) -> int:
-    """Whole windows of a stream, or the part of one that there is; documents, not the pairs, of a matcher."""
+    """Count the examples: full windows of a stream (at least one), the documents (not pairs) of a matcher."""
     if isinstance(examples, Stream):
         return max(1, len(examples.tokens) // limit)
     return len(getattr(examples, "documents", examples))

@@ -1,6 +1,7 @@
-"""What a layer's heads do with an input, in numbers: one pass over the rows of their attention matrices.
+"""Statistics of the heads of one layer on one input, from one pass over the rows of their attention matrices.
 
-H heads, M components (the most of any head; missing ones count as unused), N positions, G bins of a pooled map.
+H heads, M components (the largest number of any head; missing components count as unused), Nq queries, Nk keys,
+G bins of a pooled map.
 """
 
 from __future__ import annotations
@@ -12,55 +13,60 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import avg_pool2d
 
-from mgk.inspect.heads import Head, blocks
+from mgk.inspect.heads import Head, expand_variance
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+BLOCK_NUMBERS = 1 << 24  # size of the blocks of rows: about this many numbers for all heads together
+
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the heads of one layer on one input."""
+    """Statistics of the heads of one layer on one input."""
 
     entropy: Float[Tensor, "h nq"]
-    """-sum_j A log A of every row, in nats; exp of it is the number of keys a query attends to."""
+    """-sum_j A log A of every row, in nats; its exponential is the number of keys a query attends to."""
     peak: Float[Tensor, "h nq"]
     """max_j A of every row."""
     log_total: Float[Tensor, "h nq"]
-    """Of every row, see `Rows`."""
+    """Log of the normaliser of every row, see `Rows`."""
     cosine: Float[Tensor, "h h"]
-    """Cosine of the angle between two heads' matrices."""
+    """Cosine similarity of the matrices of two heads."""
     overlap: Float[Tensor, "h h"]
-    """Share of attention that two heads give to the same keys: mean_i sum_j min(A, A'); 1 the same, 0 disjoint."""
+    """Share of attention that two heads give to the same keys, mean_i sum_j min(A, A'): 1 if equal, 0 if disjoint."""
     share: Float[Tensor, "h m"]
-    """Share of the attention that each component gives; adds up to 1."""
+    """Share of the attention that comes from each component; sums to 1."""
     wins: Float[Tensor, "h m"]
-    """Share of the visible pairs where a component has the largest responsibility; adds up to 1."""
+    """Share of the visible pairs in which a component has the largest responsibility; sums to 1."""
     removal: Float[Tensor, "h m"]
-    """How far the rows move, in total variation (0..1), if a component is taken out: what it is needed for."""
+    """Mean total variation (0..1) between a row and the same row after removing a component: how much it is needed."""
     component_overlap: Float[Tensor, "h m m"]
-    """Share of attention that two components, each taken alone, give to the same keys."""
+    """Share of attention that two components, each normalised alone, give to the same keys."""
     pooled: list[Float[Tensor, "m gq gk"]]
-    """Of each head: what each component adds to A in blocks, the mean over queries and the sum over keys."""
+    """Map of each head in blocks, by component: the mean over the queries and the sum over the keys of a block."""
     bin_size: int
+    """Positions per side of a block."""
 
     @property
     def effective_heads(self) -> float:
+        """`effective_number` of the heads, by their cosine similarity."""
         return effective_number(self.cosine)
 
     @property
     def effective_components(self) -> Float[Tensor, " h"]:
-        """exp of the entropy of `share`: M if all are used alike, 1 if one does all."""
+        """exp of the entropy of `share`: M if all components contribute equally, 1 if only one does."""
         entropy: Tensor = torch.special.entr(self.share).sum(-1)
         return entropy.exp()
 
 
 def effective_number(similarity: Float[Tensor, "h h"]) -> float:
-    """exp of the entropy of the eigenvalues of similarity / H: 1 if all are the same, H if none resembles another.
+    """Return exp of the entropy of the eigenvalues of similarity / H.
 
-    `similarity` is positive semidefinite with ones on its diagonal, as cosines are (the score of Friedman and Dieng).
+    It is 1 if all items are equal and H if no two resemble each other. `similarity` is positive semidefinite with ones
+    on its diagonal. This is the Vendi score of Friedman and Dieng.
     """
     values = torch.linalg.eigvalsh(similarity.double() / len(similarity)).clamp(min=0)
     return math.exp(float(torch.special.entr(values / values.sum()).sum()))
@@ -68,12 +74,12 @@ def effective_number(similarity: Float[Tensor, "h h"]) -> float:
 
 @torch.no_grad()
 def summarise(heads: Sequence[Head], *, bins: int = 128, sampled: int = 512) -> Summary:
-    """One pass over the matrices of all heads, a block of rows at a time.
+    """Compute the statistics of the heads of one layer, one block of rows at a time.
 
     Args:
-        heads: of one layer.
+        heads: all heads of one layer.
         bins: maps are pooled to at most `bins` x `bins` blocks.
-        sampled: overlaps and `removal` are means over at most so many queries, evenly spread; the rest is over all.
+        sampled: overlaps and `removal` are means over at most this many queries, evenly spaced; the rest uses all.
     """
     if not heads:
         raise ValueError("heads: expected at least one, got none")
@@ -89,7 +95,8 @@ def summarise(heads: Sequence[Head], *, bins: int = 128, sampled: int = 512) -> 
     inner, common = torch.zeros(2, count, count, dtype=torch.float64)
     between = torch.zeros(count, components, components, dtype=torch.float64)
     pooled: list[list[Tensor]] = [[] for _ in heads]
-    step = max(bin_size, blocks(heads).step // count // bin_size * bin_size)  # blocks end where bins end
+    fitting = BLOCK_NUMBERS // max(1, count * components * num_keys)
+    step = max(bin_size, fitting // bin_size * bin_size)  # blocks end where bins end
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
         every = slice(-start % stride, None, stride)  # the sampled queries of this block
@@ -104,84 +111,67 @@ def summarise(heads: Sequence[Head], *, bins: int = 128, sampled: int = 512) -> 
             share[index, used] += rows.components.sum((1, 2)).double().cpu()
             wins[index, used] += _wins(rows.logits).cpu()
             removal[index, used] += _removal(rows.components[:, every], weights[every]).cpu()
-            between[index, used, used] += _overlaps(_alone(rows.components[:, every])).cpu()
+            between[index, used, used] += _overlaps(_normalised(rows.components[:, every])).cpu()
             pooled[index].append(_pool(rows.components, bin_size).cpu())
         stacked = torch.stack(maps)
         inner += (stacked.flatten(1) @ stacked.flatten(1).mT).double().cpu()
         common += _overlaps(stacked[:, every]).cpu()
     norm = inner.diagonal().clamp(min=1e-300).sqrt()
-    looked = math.ceil(num_queries / stride)
+    num_sampled = math.ceil(num_queries / stride)
     return Summary(
         entropy=entropy,
         peak=peak,
         log_total=log_total,
         cosine=(inner / norm / norm[:, None]).float(),
-        overlap=(common / looked).float(),
+        overlap=(common / num_sampled).float(),
         share=(share / share.sum(-1, keepdim=True).clamp(min=1e-300)).float(),
         wins=(wins / wins.sum(-1, keepdim=True).clamp(min=1)).float(),
-        removal=(removal / looked).float(),
-        component_overlap=(between / looked).float(),
+        removal=(removal / num_sampled).float(),
+        component_overlap=(between / num_sampled).float(),
         pooled=[torch.cat(parts, 1) for parts in pooled],
         bin_size=bin_size,
     )
 
 
 def _wins(logits: Tensor) -> Tensor:
-    """Pairs where each component has the largest logit, (M,)."""
+    """Count the visible pairs in which each component has the largest logit, (M,)."""
     best, winner = logits.max(0)
-    if len(logits) == 1:
-        return (best > -torch.inf).sum(dtype=torch.float64)[None]
     return torch.bincount(winner[best > -torch.inf], minlength=len(logits)).double()
 
 
 def _removal(components: Tensor, weights: Tensor) -> Tensor:
-    """Total variation moved by taking a component out, summed over the rows, (M,)."""
-    moved = []
-    for component in components:
-        left = weights - component
-        total = left.sum(-1, keepdim=True)
-        gone = total <= torch.finfo(total.dtype).eps * components.shape[-1]  # nothing else is there: all of it moves
-        change = (weights - left / total.masked_fill(gone, 1)).abs().sum(-1) / 2
-        moved.append(torch.where(gone[:, 0], weights.sum(-1), change).sum(dtype=torch.float64))
-    return torch.stack(moved)
+    """Sum over the rows the total variation that removing each component causes, (M,)."""
+    left = weights - components
+    total = left.sum(-1, keepdim=True)
+    empty = total <= torch.finfo(total.dtype).eps * components.shape[-1]  # no other component: all of the row moves
+    change = (weights - left / total.masked_fill(empty, 1)).abs().sum(-1) / 2
+    return torch.where(empty[..., 0], weights.sum(-1), change).sum(-1, dtype=torch.float64)
 
 
-def _alone(components: Tensor) -> Tensor:
-    """Each component's part of a row, made to add up to 1."""
+def _normalised(components: Tensor) -> Tensor:
+    """Normalise the rows of each component to sum to 1."""
     total = components.sum(-1, keepdim=True)
     return components / total.masked_fill(total == 0, 1)
 
 
 def _overlaps(maps: Tensor) -> Tensor:
-    """sum_i sum_j min(a, b) for each pair of (K,n,Nk): (K,K)."""
-    count = len(maps)
-    common = torch.zeros(count, count, dtype=torch.float64, device=maps.device)
-    for first in range(count):
-        for second in range(first, count):
-            common[first, second] = torch.minimum(maps[first], maps[second]).sum(dtype=torch.float64)
-    return common + common.triu(1).mT
+    """Compute sum_i sum_j min(a, b) of every pair of maps: (K,n,Nk) -> (K,K)."""
+    return torch.stack([torch.minimum(one, maps).sum((1, 2), dtype=torch.float64) for one in maps])
 
 
 def _pool(components: Tensor, size: int) -> Tensor:
-    """(M,n,Nk) -> (M, n/size, Nk/size), the mean over queries (fewer in the last bin) and the sum over keys."""
-    if size == 1:
-        return components
-    _, n, keys = components.shape
-    padded = pad(components, (0, -keys % size, 0, -n % size))
-    sums = padded.view(len(padded), padded.shape[1] // size, size, -1, size).sum((2, 4))
-    rows = torch.full((sums.shape[1],), size, device=sums.device)
-    rows[-1] = n - size * (len(rows) - 1)
-    return sums / rows[:, None]
+    """Pool (M,n,Nk) to (M, n/size, Nk/size): the mean over queries, the sum over keys; the last bins may be smaller."""
+    means = avg_pool2d(components, (size, 1), ceil_mode=True)
+    return avg_pool2d(means, (1, size), ceil_mode=True, divisor_override=1)
 
 
 def separation(
     keys: Float[Tensor, "m nk d"], variance: float | Float[Tensor, " m"] | None = None
 ) -> Float[Tensor, "m m"]:
-    """How far apart the components of a key are: the mean of |k_jr - k_js| in standard deviations sqrt(s2).
+    """Return the mean distance |k_jr - k_js| of two components, in standard deviations sqrt(s2).
 
-    Of two components with variances of their own, s2 is the mean of both.
+    For two components with different variances, s2 is the mean of both.
     """
-    variance = math.sqrt(keys.shape[-1]) if variance is None else variance
-    variances = torch.as_tensor(variance, dtype=keys.dtype, device=keys.device).expand(len(keys))
+    variances = expand_variance(variance, keys)
     distance: Tensor = (keys[:, None] - keys[None]).norm(dim=-1)
     return distance.mean(-1) / ((variances[:, None] + variances) / 2).sqrt()

@@ -1,4 +1,4 @@
-// The page: what the buttons and keys do.
+// Controls, keyboard shortcuts and redrawing of the page.
 
 const panels = [];
 const byId = (id) => document.getElementById(id);
@@ -17,7 +17,7 @@ function show(index, changes) {
 
 function activate(index) { if (state.active !== index && index < state.panels.length) update({ active: index }); }
 
-// Keep this head where it is, and put the same beside it to walk on from; with another model if there is one.
+// Open a second panel beside the first, with the next model if there is one; with two panels, close the inactive one.
 function pin() {
   if (state.panels.length > 1) return unpin(1 - state.active);
   const place = state.panels[0], other = MODELS.length > 1 ? (place.model + 1) % MODELS.length : place.model;
@@ -74,16 +74,16 @@ const controls = {};
 function makeControls() {
   const button = (label, title, onclick) => make("button", { type: "button", textContent: label, title, onclick });
   const views = [["total", "Total", "The attention weights (t)"], ...(mostComponents > 1 ? [
-    ...Array.from({ length: mostComponents }, (_, r) => [`c${r + 1}`, r + 1, `What component ${r + 1} adds (${r + 1})`]),
-    ["gamma", "Responsibility", "Hue: the winning component. Brightness: the weight (r)"]] : [])];
+    ...Array.from({ length: mostComponents }, (_, r) => [`c${r + 1}`, r + 1, `Contribution of component ${r + 1} (${r + 1})`]),
+    ["gamma", "Responsibility", "Hue: component with the largest responsibility. Brightness: the weight (r)"]] : [])];
   controls.views = views.map(([view, label, title]) => [view, button(label, title, () => update({ view }))]);
   controls.views.forEach(([view, element]) => { if (view[0] === "c") { const dot = make("i", { className: "dot" }); dot.dataset.component = Number(view.slice(1)) - 1; element.prepend(dot, make("span", { className: "long", textContent: "Component " })); } });
   controls.scales = [[false, button("Linear", "Brightness is the weight (l)", () => update({ log: false }))], [true, button("Log", "Brightness is the logarithm of the weight (l)", () => update({ log: true }))]];
-  controls.same = button("Same scale", "One scale of colours for both sides (s)", () => update({ same: !state.same }));
+  controls.same = button("Same scale", "Use one colour scale for both panels (s)", () => update({ same: !state.same }));
   controls.pin = button("", "", pin);
   controls.theme = button("", "Dark or light (d)", () => update({ theme: theme() === "dark" ? "light" : "dark" }));
   controls.theme.className = "icon";
-  const help = button("?", "Keys and what the numbers mean (?)", () => byId("help").showModal());
+  const help = button("?", "Keyboard shortcuts and definitions (?)", () => byId("help").showModal());
   help.className = "icon";
   byId("views").append(...controls.views.map(([, element]) => element));
   byId("scales").append(...controls.scales.map(([, element]) => element));
@@ -106,7 +106,7 @@ function drawControls() {
   controls.same.hidden = !two;
   controls.same.setAttribute("aria-pressed", String(state.same));
   controls.pin.textContent = two ? "One map" : MODELS.length > 1 ? "Compare" : "Pin";
-  controls.pin.title = two ? "Keep the active side alone (p)" : "Keep this head and look at another beside it (p)";
+  controls.pin.title = two ? "Show only the active panel (p)" : "Compare this head with another one (p)";
   const [icon, name] = THEMES[theme()];
   controls.theme.textContent = icon;
   controls.theme.setAttribute("aria-label", name);
@@ -133,22 +133,22 @@ const KEYS = {
 for (let r = 1; r <= Math.min(9, mostComponents); r++) KEYS[r] = view(`c${r}`);
 
 const HELP = [
-  ["← →", "head"], ["↑ ↓", "layer"], ["t, 1…9, r", "total, one component, responsibility"], ["l", "linear or logarithmic"], ["[ ]", "token before, after"], ["/", "find a token"],
-  ["x", "looks at, is looked at by"], ["+ − 0", "closer, farther, all; or wheel, drag and double click"], ["p", "pin and compare, or one map"], ["a", "the other side"], ["m", "next model"],
-  ["s", "same scale on both sides"], ["e, E", "save as PNG, SVG"], ["d", "dark or light"], ["Esc", "no token"],
+  ["← →", "head"], ["↑ ↓", "layer"], ["t, 1…9, r", "total, one component, responsibility"], ["l", "linear or logarithmic"], ["[ ]", "previous, next token"], ["/", "find a token"],
+  ["x", "attends to, attended to by"], ["+ − 0", "zoom in, zoom out, show all; or wheel, drag and double click"], ["p", "compare two maps, or show one"], ["a", "the other panel"], ["m", "next model"],
+  ["s", "same colour scale in both panels"], ["e, E", "save as PNG, SVG"], ["d", "dark or light"], ["Esc", "clear the token"],
 ];
 const MEANINGS = [
-  ["Map", "Row i, column j: how much of its attention query i gives to key j. Every row adds up to 1."],
-  ["Component", "A key is a mixture. A component's map is what it adds to the total; the components' maps add up to it."],
-  ["Responsibility", "Which component explains a pair (Eqn 11): hue is the winner, brightness the weight."],
-  ["Rank", "Singular values of the map above 10⁻⁶."],
-  ["Different heads", "exp of the entropy of the eigenvalues of the heads' cosine matrix: 1 if all heads do the same."],
-  ["Needed", "How far rows move, in total variation, if a component is taken out of the mixture."],
+  ["Map", "Row i, column j: the attention weight of query i for key j. Every row sums to 1."],
+  ["Component", "A key is a mixture of components. The map of a component is its contribution; the maps of all components sum to the total."],
+  ["Responsibility", "Posterior probability of a component given a pair (Eqn 11). Hue: the component with the largest one; brightness: the weight."],
+  ["Rank", "Number of singular values of the map above 10⁻⁶."],
+  ["Effective heads", "exp of the entropy of the eigenvalues of the heads' cosine similarity: 1 if all heads are equal."],
+  ["Removal", "How much the rows change, in total variation, if a component is removed from the mixture."],
 ];
 
 function start() {
-  byId("help").append(make("form", { method: "dialog" }, make("h2", { textContent: "Keys" }), make("dl", {}, ...HELP.flatMap(([key, text]) => [make("dt", { textContent: key }), make("dd", { textContent: text })])),
-    make("h2", { textContent: "What is shown" }), make("dl", {}, ...MEANINGS.flatMap(([key, text]) => [make("dt", { textContent: key }), make("dd", { textContent: text })])), make("button", { textContent: "Close" })));
+  byId("help").append(make("form", { method: "dialog" }, make("h2", { textContent: "Keyboard shortcuts" }), make("dl", {}, ...HELP.flatMap(([key, text]) => [make("dt", { textContent: key }), make("dd", { textContent: text })])),
+    make("h2", { textContent: "Definitions" }), make("dl", {}, ...MEANINGS.flatMap(([key, text]) => [make("dt", { textContent: key }), make("dd", { textContent: text })])), make("button", { textContent: "Close" })));
   drawReport();
   if (!MODELS.length) { setTheme(); document.querySelector(".tools").hidden = true; return; }
   makeControls();

@@ -1,4 +1,4 @@
-// Arrays of the page: base64 in inert elements, deflated where that helped.
+// Decode the arrays embedded in the page: base64, some of them deflated (written by pack.py).
 
 const arrays = new Map();
 
@@ -11,7 +11,7 @@ async function decode(facts) {
   const element = document.getElementById(`block-${facts.block}`);
   let bytes = fromBase64(element.textContent);
   if ("deflated" in element.dataset) bytes = await inflated(bytes);
-  element.textContent = ""; // decoded once; give the memory back
+  element.textContent = ""; // free the memory
   const { buffer } = bytes;
   const count = facts.shape.reduce((a, b) => a * b, 1);
   if (facts.type === "f32") return new Float32Array(buffer, 0, count);
@@ -45,7 +45,7 @@ async function inflated(bytes) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// RFC 1950 and 1951, for browsers from before 2023, which have no DecompressionStream.
+// RFC 1950 and 1951, for browsers older than 2023, which have no DecompressionStream.
 function inflate(source) {
   let at = 2, hold = 0, held = 0, size = 0, out = new Uint8Array(4 * source.length + 1024);
   const bits = (count) => {
@@ -54,12 +54,12 @@ function inflate(source) {
     hold >>>= count; held -= count;
     return value;
   };
-  const room = (count) => {
+  const reserve = (count) => {
     if (size + count <= out.length) return;
     const larger = new Uint8Array(2 * out.length + count);
     larger.set(out); out = larger;
   };
-  // A code is read bit by bit: `counts` says how many codes have a length, `symbols` lists them in order.
+  // A Huffman code, read bit by bit: `counts` is the number of codes of each length, `symbols` lists their symbols in order.
   const tree = (lengths) => {
     const counts = new Uint16Array(16), next = new Uint16Array(16), symbols = new Uint16Array(lengths.length);
     for (const length of lengths) counts[length]++;
@@ -95,7 +95,7 @@ function inflate(source) {
     if (kind === 0) {
       hold = held = 0;
       const count = source[at] | (source[at + 1] << 8);
-      at += 4; room(count);
+      at += 4; reserve(count);
       out.set(source.subarray(at, at + count), size);
       at += count; size += count;
       continue;
@@ -116,7 +116,7 @@ function inflate(source) {
       literals = tree(lengths.slice(0, numLiterals)); distances = tree(lengths.slice(numLiterals));
     }
     for (let code = symbol(literals); code !== 256; code = symbol(literals)) {
-      room(258);
+      reserve(258);
       if (code < 256) { out[size++] = code; continue; }
       const length = lengthOf.value[code - 257] + bits(lengthOf.extra[code - 257]);
       const which = symbol(distances), distance = distanceOf.value[which] + bits(distanceOf.extra[which]);

@@ -1,4 +1,4 @@
-// Colours that stay apart for colour-blind eyes (after Okabe and Ito); purple for the total, a hue for each component.
+// Colours safe for colour-blind readers (after Okabe and Ito): purple for the total, one hue per component.
 
 const PALETTE = {
   light: {
@@ -17,7 +17,7 @@ const PALETTE = {
 
 const ramps = new Map();
 
-// 256 colours from paper to full. `component` is 0, 1, ... or null for the total.
+// 256 colours from the background to the full colour. `component` is 0, 1, ... or null for the total.
 function ramp(theme, component) {
   const name = `${theme}/${component}`;
   if (ramps.has(name)) return ramps.get(name);
@@ -37,7 +37,7 @@ const hue = (theme, r) => (r === null ? PALETTE[theme].accent : PALETTE[theme].c
 
 const LOG_DECADES = 4;
 
-// Where a weight stands on the scale from 0 to 1.
+// Map a weight to the colour scale, 0 to 1.
 function level(value, peak, log) {
   if (!(value > 0)) return 0;
   const t = log ? 1 + Math.log10(value / peak) / LOG_DECADES : value / peak;
@@ -47,7 +47,7 @@ function level(value, peak, log) {
 // Paint `values` (one array per component, `width` wide) into `pixels` (RGBA, `stride` wide) at (x, y).
 function paint(values, width, height, pixels, stride, x, y, { view, log, theme, peak }) {
   const M = values.length, chosen = view.startsWith("c") ? Math.min(M, Number(view.slice(1))) - 1 : null;
-  const plain = view === "total" || M === 1; // one component is the total
+  const plain = view === "total" || M === 1; // with one component, it is the total
   const tables = plain ? [ramp(theme, null)] : values.map((_, r) => ramp(theme, r));
   const inverse = 1 / peak, perDecade = 1 / (Math.LN10 * LOG_DECADES);
   for (let i = 0; i < height; i++)
@@ -66,13 +66,13 @@ function paint(values, width, height, pixels, stride, x, y, { view, log, theme, 
     }
 }
 
-// The ramps in use: of the total, or of each component that is shown.
+// The colour ramps in use: null for the total, or the components that are shown.
 function rampsOf({ components }, view) {
   if (view === "total" || components === 1) return [null];
   return view === "gamma" ? [...Array(components).keys()] : [Math.min(components, Number(view.slice(1))) - 1];
 }
 
-// Numbers people read: four digits, and a power of ten where there would be many zeros.
+// Format a number: four digits, with a power of ten if it is very small or large.
 function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";

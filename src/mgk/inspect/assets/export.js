@@ -1,4 +1,4 @@
-// A figure of what is shown, as PNG or SVG: one scene, two ways to write it.
+// Export the maps: `scene` lists the items to draw, `toCanvas` (PNG) and `toSvg` draw them.
 
 const FIGURE = { map: 720, margin: 60, gap: 28, head: 54, foot: 44 };
 
@@ -7,7 +7,7 @@ function scene() {
   const { map: side, margin, gap, head: top, foot } = FIGURE, column = side + margin + gap;
   panels.slice(0, state.panels.length).forEach((panel, p) => {
     const x = p * column + margin, y = top + margin, head = headOf(panel.place), look = panel.map.look(), range = panel.map.window;
-    const what = head.components === 1 ? "attention" : { total: "attention", gamma: "attention, hue: component with the largest responsibility" }[state.view] ?? `part of component ${state.view.slice(1)}`;
+    const what = head.components === 1 ? "attention" : { total: "attention", gamma: "attention, hue: component with the largest responsibility" }[state.view] ?? `contribution of component ${state.view.slice(1)}`;
     items.push({ text: panel.title, x, y: 26, size: 17, weight: 600, fill: ink }, { text: `${what}${state.log ? ", logarithmic" : ""}`, x, y: 46, size: 12, fill: soft });
     const canvas = make("canvas", { width: 2 * side, height: 2 * side });
     drawMap(canvas.getContext("2d"), head, range, look, { x: 0, y: 0, side: 2 * side }, panel.map.exact, head.pooled && basePicture(head, look));

@@ -1,7 +1,7 @@
-// A head: any weight of it, computed here from queries and keys with the formula of mgk.analysis.heads.
+// Compute the weights of a head from its queries and keys, with the formula of mgk/inspect/heads.py.
 
 const TILE = 128;
-const TILES_KEPT = 640; // of one page: 84 MB with two components
+const TILES_KEPT = 640; // in memory, for all heads: 84 MB with two components
 
 class Head {
   constructor(facts, model, layer, index) {
@@ -31,7 +31,7 @@ class Head {
     return this.loading;
   }
 
-  // What every component adds to A[i0..i1, j0..j1]: one array for each, row by row.
+  // Contribution of each component to A[i0..i1, j0..j1]: one array per component, row by row.
   block(i0, i1, j0, j1) {
     const M = this.components, width = j1 - j0, N = this.size;
     const out = Array.from({ length: M }, () => new Float32Array((i1 - i0) * width));
@@ -44,7 +44,7 @@ class Head {
     const { _query: query, _key: key, _row: row, _column: column, _total: total, scale, hard } = this;
     const F = this.query.shape[1], shared = this.key.shape[0] === 1, x = new Float64Array(M);
     for (let i = i0; i < i1; i++) {
-      if (total[i] < -1e38) continue; // sees no key
+      if (total[i] < -1e38) continue; // no visible key
       const end = this.causal ? Math.min(j1, i + 1) : j1;
       for (let j = j0; j < end; j++) {
         let best = 0, product = 0;
@@ -68,7 +68,7 @@ class Head {
   rowOf(i) { return this.block(i, i + 1, 0, this.size); }
   columnOf(j) { return this.block(0, this.size, j, j + 1); }
 
-  // Everything about one pair. A hard E-step has soft responsibilities too (Eqn 11).
+  // Weight, contributions and responsibilities of one pair. Responsibilities are soft (Eqn 11), also for a hard E-step.
   pair(i, j) {
     const parts = this.block(i, i + 1, j, j + 1).map((values) => values[0]);
     const weight = parts.reduce((a, b) => a + b, 0);
@@ -99,7 +99,7 @@ class Head {
 
 const recent = [];
 
-// The largest weight of a row, typically: three rows in four have a smaller one. Colours go up to it.
+// The 75% quantile of the row maxima, where the colour scale ends.
 function typicalPeak(parts, size) {
   const peaks = new Float32Array(size);
   for (let i = 0; i < size; i++)
@@ -115,11 +115,12 @@ function typicalPeak(parts, size) {
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const MODELS = DATA.models.map((model, m) => ({
   ...model,
-  longest: model.tokens.reduce((most, token) => Math.max(most, [...token.trim()].length), 0),
+  longestToken: model.tokens.reduce((most, token) => Math.max(most, [...token.trim()].length), 0),
   layers: model.layers.map((layer, l) => ({ ...layer, heads: layer.heads.map((head, h) => new Head(head, m, l, h)) })),
 }));
 
-function reading(values, view) {
+// The values that a view shows: of one component, or the sum of all.
+function valuesOf(values, view) {
   if (view.startsWith("c")) return values[Math.min(values.length, Number(view.slice(1))) - 1];
   if (values.length === 1) return values[0];
   const sum = Float32Array.from(values[0]);

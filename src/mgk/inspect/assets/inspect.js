@@ -1,4 +1,4 @@
-// One token: what it looks at, who looks at it, as lists and as colour in the text.
+// The chosen token: the keys it attends to and the queries that attend to it, as lists and as colours in the text.
 
 const LISTED = 8;
 const CHUNK = 250;
@@ -11,7 +11,7 @@ class Inspector {
       oninput: () => this.find(0), onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); this.find(event.shiftKey ? -1 : 1); } } });
     this.hits = make("span", { className: "soft hits" });
     this.which = make("div", { className: "segments small", role: "group", "aria-label": "What the text shows" },
-      ...[["out", "looks at"], ["in", "is looked at by"]].map(([from, label]) => make("button", { type: "button", textContent: label, "data-from": from, onclick: () => update({ from }) })));
+      ...[["out", "attends to"], ["in", "attended to by"]].map(([from, label]) => make("button", { type: "button", textContent: label, "data-from": from, onclick: () => update({ from }) })));
     this.name = make("span", { className: "chosen-name" });
     this.strip = make("div", { className: "strip", tabIndex: 0, "aria-label": "The text" });
     this.out = make("ol", { className: "list" });
@@ -33,7 +33,7 @@ class Inspector {
 
   get tokens() { return MODELS[this.panel.place.model].tokens; }
 
-  // The text, once per model: a span per token, in chunks of which only those in sight are coloured.
+  // Write the text of a model: one span per token, in chunks, of which only the visible ones are coloured.
   write() {
     const { model } = this.panel.place;
     if (this.model === model) return;
@@ -51,20 +51,20 @@ class Inspector {
       }
       this.chunks.push(chunk);
     }
-    const { unseen, longest } = MODELS[model];
-    this.lists.style.setProperty("--token", `${clamp(0.75 * longest, 2.2, 8)}em`);
-    this.strip.replaceChildren(...this.chunks, ...(unseen ? [make("span", { className: "unseen", title: "The model does not see this part", textContent: unseen })] : []));
+    const { unseen, longestToken } = MODELS[model];
+    this.lists.style.setProperty("--token", `${clamp(0.75 * longestToken, 2.2, 8)}em`);
+    this.strip.replaceChildren(...this.chunks, ...(unseen ? [make("span", { className: "unseen", title: "The model did not read this part", textContent: unseen })] : []));
   }
 
-  // step 0: while typing, stay if the token still fits; 1 and -1: the next one, the one before.
+  // step 0 (while typing): keep the token if it still matches; 1 and -1: next and previous match.
   find(step) {
     const wanted = this.search.value, { tokens } = this, low = wanted.toLowerCase();
     if (!wanted) { this.hits.textContent = ""; return; }
-    const fits = (i) => tokens[i].toLowerCase().includes(low);
+    const matches = (i) => tokens[i].toLowerCase().includes(low);
     const index = /^#?\d+$/.test(wanted) ? Number(wanted.replace("#", "")) : null;
     const all = [];
-    for (let i = 0; i < tokens.length; i++) if (fits(i)) all.push(i);
-    if (!all.length && wanted.length > 1) { // longer than a token: where the text has it
+    for (let i = 0; i < tokens.length; i++) if (matches(i)) all.push(i);
+    if (!all.length && wanted.length > 1) { // search across token boundaries
       const starts = [];
       let text = "";
       for (const token of tokens) { starts.push(text.length); text += token.toLowerCase(); }
@@ -87,7 +87,7 @@ class Inspector {
     const pointed = hovered && (state.from === "in" ? hovered.j ?? hovered.i : hovered.i ?? hovered.j);
     const token = pointed ?? state.token;
     if (reveal && state.token !== null && this.spans[state.token]) this.reveal(this.spans[state.token]);
-    // What has not changed is left alone: an element that is replaced between press and release gets no click.
+    // Keep elements that have not changed: an element replaced between press and release gets no click.
     const shown = [head.model, head.layer, head.index, head.ready, token, state.view, state.log, state.from, theme()].join();
     if (this.shown === shown) return;
     this.shown = shown;
@@ -97,30 +97,30 @@ class Inspector {
     if (!known) {
       this.name.textContent = "";
       this.colour(null);
-      this.outTitle.textContent = "Looks at"; this.inTitle.textContent = "Is looked at by";
+      this.outTitle.textContent = "Attends to"; this.inTitle.textContent = "Attended to by";
       this.out.replaceChildren(make("li", { className: "soft hint", textContent: "Point at the map or the text, or type a token." }));
       this.in.replaceChildren();
       return;
     }
     const row = head.rowOf(token), column = head.columnOf(token);
-    const total = reading(row, "total"), kept = entropy(total);
+    const total = valuesOf(row, "total"), kept = entropy(total);
     this.name.textContent = `${tokenName(tokens, token)} · ${token}`;
-    this.outTitle.replaceChildren("Looks at ", make("span", { className: "soft", textContent: `entropy ${number(kept, 3)} nats, like ${number(Math.exp(kept), 3)} keys` }));
-    const received = reading(column, "total").reduce((a, b) => a + b, 0);
-    this.inTitle.replaceChildren("Is looked at by ", make("span", { className: "soft", textContent: `${number(received, 3)} in all` }));
+    this.outTitle.replaceChildren("Attends to ", make("span", { className: "soft", textContent: `entropy ${number(kept, 3)} nats ≈ ${number(Math.exp(kept), 3)} keys` }));
+    const received = valuesOf(column, "total").reduce((a, b) => a + b, 0);
+    this.inTitle.replaceChildren("Attended to by ", make("span", { className: "soft", textContent: `${number(received, 3)} in total` }));
     this.list(this.out, row, (other) => [token, other]);
     this.list(this.in, column, (other) => [other, token]);
     this.colour(state.from === "in" ? column : row, token);
   }
 
-  // Scroll the text, and never the page.
+  // Scroll the text, not the page.
   reveal(span) {
     const box = this.strip.getBoundingClientRect(), { top, bottom } = span.getBoundingClientRect();
     if (top < box.top || bottom > box.bottom) this.strip.scrollTop += top - box.top - box.height / 2;
   }
 
   list(element, values, pair) {
-    const head = headOf(this.panel.place), shown = reading(values, state.view === "gamma" ? "total" : state.view);
+    const head = headOf(this.panel.place), shown = valuesOf(values, state.view === "gamma" ? "total" : state.view);
     const best = largest(shown, LISTED), most = shown[best[0]] || 1;
     element.replaceChildren(...best.filter((i) => shown[i] > 0).map((i) => {
       const { responsibilities } = head.pair(...pair(i));
@@ -139,7 +139,7 @@ class Inspector {
   colour(values, token) {
     this.classes = () => "";
     if (values) {
-      const { view, log } = state, shown = reading(values, view === "gamma" ? "total" : view);
+      const { view, log } = state, shown = valuesOf(values, view === "gamma" ? "total" : view);
       const most = shown.reduce((a, b) => Math.max(a, b), 1e-30);
       const winner = (i) => values.reduce((best, part, r) => (part[i] > values[best][i] ? r : best), 0);
       const component = view === "total" || values.length === 1 ? null : view === "gamma" ? winner : () => Number(view.slice(1)) - 1;
@@ -153,8 +153,8 @@ class Inspector {
 
   colourVisible() {
     const box = this.strip.getBoundingClientRect();
-    const seen = this.chunks.map((chunk) => chunk.getBoundingClientRect()).map(({ top, bottom }) => bottom >= box.top && top <= box.bottom);
-    seen.forEach((yes, c) => {
+    const visible = this.chunks.map((chunk) => chunk.getBoundingClientRect()).map(({ top, bottom }) => bottom >= box.top && top <= box.bottom);
+    visible.forEach((yes, c) => {
       if (!yes) return;
       for (let i = c * CHUNK; i < Math.min((c + 1) * CHUNK, this.spans.length); i++) {
         const wanted = this.classes(i), span = this.spans[i];

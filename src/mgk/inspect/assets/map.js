@@ -1,8 +1,8 @@
-// The large map: the pooled picture at once, then exact tiles where there are pixels for them.
+// The large map: first the pooled picture, then exact tiles if the zoom is close enough.
 
 const EDGE = 6;
-const WHOLE = 1024; // up to so many positions the whole map is computed
-const FRAME = 14; // milliseconds of one frame given to tiles
+const EXACT = 1024; // up to this many positions the full map is computed
+const FRAME = 14; // milliseconds per animation frame for computing tiles
 
 class MapView {
   constructor(panel) {
@@ -17,15 +17,15 @@ class MapView {
   }
 
   get head() { return headOf(this.panel.place); }
-  // Room for names of tokens where they are shown, else for numbers.
+  // Margin for the labels: token names if they are shown, otherwise numbers.
   get pad() {
     const named = this.width / (this.window[1] - this.window[0]) >= 13;
-    return named && MODELS[this.panel.place.model].longest > 3 ? 64 : 34;
+    return named && MODELS[this.panel.place.model].longestToken > 3 ? 64 : 34;
   }
   get side() { return this.width - this.pad - EDGE; }
   get square() { return { x: this.pad, y: this.pad, side: this.side }; }
 
-  // Positions at the edges of what is shown: [top, bottom, left, right], fractions of the whole times N.
+  // Positions at the edges of the visible part: [top, bottom, left, right].
   get window() { return state.zoom.map((x) => x * this.head.size); }
 
   peak() {
@@ -39,7 +39,7 @@ class MapView {
     this.width = this.element.clientWidth;
     if (!this.width || !this.panel.place) return;
     const density = window.devicePixelRatio || 1, { head } = this, [i0, i1, j0, j1] = this.window;
-    this.exact = head.size <= WHOLE || (this.side * density) / Math.max(i1 - i0, j1 - j0) >= 0.5;
+    this.exact = head.size <= EXACT || (this.side * density) / Math.max(i1 - i0, j1 - j0) >= 0.5;
     const look = this.look(), shown = [head.model, head.layer, head.index, ...Object.values(look), this.width, density, this.exact, !!head.pooled];
     const drawn = [...shown, ...state.zoom, head.ready].join();
     this.hairs();
@@ -58,14 +58,14 @@ class MapView {
     if (this.missing.length) this.fill();
   }
 
-  // Compute what is missing, a frame's worth at a time, nearest to the top left first.
+  // Compute missing tiles, starting at the top left, for FRAME milliseconds per animation frame.
   fill() {
     if (this.filling || !this.head.ready) return;
     this.filling = true;
     track(new Promise((done) => requestAnimationFrame(() => {
       this.filling = false;
       done();
-      if (!this.panel.place || !this.head.ready) return; // another head by now; it comes with a drawing of its own
+      if (!this.panel.place || !this.head.ready) return; // another head was chosen, which is drawn separately
       const until = performance.now() + FRAME, { head } = this;
       for (const [a, b] of this.missing) {
         head.tile(a, b);
@@ -75,7 +75,7 @@ class MapView {
     })));
   }
 
-  // The pair under a point of the page, or null.
+  // The pair (query, key) under the pointer, or null.
   at(event) {
     const box = this.canvas.getBoundingClientRect(), [i0, i1, j0, j1] = this.window;
     const x = (event.clientX - box.left - this.pad) / this.side, y = (event.clientY - box.top - this.pad) / this.side;
@@ -160,7 +160,7 @@ class MapView {
   }
 }
 
-// Closer (factor < 1) or farther around a point of the window.
+// Zoom in (factor < 1) or out around a point of the visible part.
 function zoomBy(factor, x = 0.5, y = 0.5) {
   const [top, bottom, left, right] = state.zoom;
   const size = clamp((right - left) * factor, 4 / Math.max(4, headOf(state.panels[state.active]).size), 1);
@@ -169,7 +169,7 @@ function zoomBy(factor, x = 0.5, y = 0.5) {
   update({ zoom: [t, t + size, l, l + size] });
 }
 
-// Draw the window of a head into a square, and return the tiles that are still missing.
+// Draw the visible part of a head into a square, and return the tiles that are still missing.
 function drawMap(context, head, [i0, i1, j0, j1], look, { x, y, side }, exact, picture) {
   const missing = [];
   context.fillStyle = rgb(PALETTE[look.theme].paper);
@@ -203,7 +203,7 @@ function sheet(width, height, fill) {
   return canvas;
 }
 
-// Squares stay squares when they grow, and are averaged when they shrink.
+// Scale a picture: enlarged cells stay sharp, reduced ones are averaged.
 function stretch(context, picture, sx, sy, sw, sh, x, y, side) {
   context.imageSmoothingEnabled = sw > 1.2 * side;
   context.imageSmoothingQuality = "high";
@@ -213,7 +213,7 @@ function stretch(context, picture, sx, sy, sw, sh, x, y, side) {
   context.restore();
 }
 
-// Names of the tokens where they fit, round numbers where they do not.
+// Labels of an axis: token names if they fit, otherwise round numbers.
 function axisMarks(tokens, from, to, side) {
   const cell = side / (to - from), marks = [];
   if (cell >= 11) {
@@ -233,17 +233,17 @@ function drawAxes(context, tokens, [i0, i1, j0, j1], { x, y, side }, style) {
   context.font = "11px system-ui, sans-serif";
   context.lineWidth = 1;
   context.strokeRect(x - 0.5, y - 0.5, side + 1, side + 1);
-  const room = x - 10;
+  const space = x - 10;
   context.textBaseline = "middle";
   context.textAlign = "right";
-  for (const { at, text } of axisMarks(tokens, i0, i1, side)) context.fillText(text, x - 6, y + at, room);
+  for (const { at, text } of axisMarks(tokens, i0, i1, side)) context.fillText(text, x - 6, y + at, space);
   for (const { at, text, tick } of axisMarks(tokens, j0, j1, side)) {
     context.save();
     context.translate(x + at, y - 6);
     if (tick) { context.textAlign = "center"; context.textBaseline = "bottom"; }
     else if ([...text].length < 3) { context.textAlign = "center"; context.textBaseline = "bottom"; }
     else { context.rotate(-Math.PI / 2); context.textAlign = "left"; }
-    context.fillText(text, 0, 0, room);
+    context.fillText(text, 0, 0, space);
     context.restore();
   }
 }

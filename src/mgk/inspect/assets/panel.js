@@ -1,4 +1,4 @@
-// One model beside another: choose a head, see its map, its numbers and its text.
+// A panel shows one head of one model: its map, statistics and text, and small maps of all heads to choose from.
 
 class Panel {
   constructor(index) {
@@ -9,7 +9,7 @@ class Panel {
       ...MODELS.map(({ name }) => make("option", { textContent: name })));
     this.where = make("span", { className: "where" });
     this.note = make("span", { className: "soft note" });
-    this.close = make("button", { type: "button", className: "icon", title: "Close this side", "aria-label": "Close this side", textContent: "×", onclick: () => unpin(this.index) });
+    this.close = make("button", { type: "button", className: "icon", title: "Close this panel", "aria-label": "Close this panel", textContent: "×", onclick: () => unpin(this.index) });
     this.thumbs = make("div", { className: "thumbs", role: "group", "aria-label": "Layers and heads" });
     this.legend = make("div", { className: "legend" });
     this.facts = make("div", { className: "facts" });
@@ -91,19 +91,19 @@ class Panel {
     this.factsOf = key;
     const item = (name, value, title) => make("div", { className: "fact", title }, make("span", { className: "soft", textContent: name }), make("b", { textContent: value }));
     const items = [
-      item("entropy", `${number(head.entropy, 3)} nats`, "Mean over the queries; exp of it is how many keys a query looks at"),
-      item("keys looked at", number(Math.exp(head.entropy), 3), "exp of the entropy"),
-      item("rank", head.rank === null ? "–" : `${head.rank} of ${head.size}`, "Singular values of this map above 10⁻⁶; not computed for long inputs"),
-      item("different heads", `${number(facts.effective, 3)} of ${facts.heads.length}`, "Effective number of heads of this layer: 1 if all do the same"),
+      item("entropy", `${number(head.entropy, 3)} nats`, "Mean over the queries"),
+      item("effective keys", number(Math.exp(head.entropy), 3), "exp of the entropy: how many keys a query attends to"),
+      item("rank", head.rank === null ? "–" : `${head.rank} of ${head.size}`, "Number of singular values of this map above 10⁻⁶; not computed for long inputs"),
+      item("effective heads", `${number(facts.effective, 3)} of ${facts.heads.length}`, "Effective number of heads of this layer: 1 if all are equal"),
     ];
-    if (head.separation !== null && head.components > 1) items.push(item("components apart", `${number(head.separation, 3)} σ`, "Mean distance of two components of a key, in standard deviations"));
+    if (head.separation !== null && head.components > 1) items.push(item("component distance", `${number(head.separation, 3)} σ`, "Mean distance between two components of a key, in standard deviations"));
     this.facts.replaceChildren(make("div", { className: "factgrid" }, ...items), ...(head.components > 1 ? [componentTable(head)] : []),
       ...(facts.heads.length > 1 ? [this.similarity(facts, h)] : []));
   }
 
   similarity({ cosine, overlap }, h) {
     const cells = cosine.flatMap((row, a) => row.map((value, b) => {
-      const cell = make("button", { type: "button", className: "cell", tabIndex: -1, title: `Heads ${a + 1} and ${b + 1}: cosine ${number(value, 3)}, same keys ${number(100 * overlap[a][b], 3)} %`,
+      const cell = make("button", { type: "button", className: "cell", tabIndex: -1, title: `Heads ${a + 1} and ${b + 1}: cosine ${number(value, 3)}, overlap ${number(100 * overlap[a][b], 3)} %`,
         "aria-label": `Heads ${a + 1} and ${b + 1}: cosine ${number(value, 3)}`, onclick: () => show(this.index, { head: a === h ? b : a }) });
       const table = ramp(theme(), null), at = 3 * Math.round(255 * clamp(value, 0, 1) * 0.85);
       cell.style.background = `rgb(${table[at]},${table[at + 1]},${table[at + 2]})`;
@@ -112,15 +112,15 @@ class Panel {
     }));
     const grid = make("div", { className: "similarity", role: "group", "aria-label": "Similarity of the heads of this layer" }, ...cells);
     grid.style.setProperty("--columns", cosine.length);
-    return make("div", { className: "alike" }, make("h3", { textContent: "Alike heads " }, make("span", { className: "soft", textContent: "cosine of two maps" })), grid);
+    return make("div", { className: "alike" }, make("h3", { textContent: "Similar heads " }, make("span", { className: "soft", textContent: "cosine of two maps" })), grid);
   }
 }
 
 function componentTable(head) {
   const percent = (x) => (x === undefined ? "–" : `${number(100 * x, 3)} %`);
-  const header = ["", ...(head.prior ? ["prior"] : []), "gives", "wins", "needed"];
-  const titles = ["", ...(head.prior ? ["The learned prior of the component"] : []), "Share of the attention that comes from it", "Share of the pairs where it has the largest responsibility",
-    "How far the rows move (total variation) if it is taken out"];
+  const header = ["", ...(head.prior ? ["prior"] : []), "share", "wins", "removal"];
+  const titles = ["", ...(head.prior ? ["The learned prior of the component"] : []), "Share of the attention that comes from it", "Share of the pairs in which it has the largest responsibility",
+    "How much the rows change (total variation) if it is removed"];
   const rows = head.share.map((share, r) => {
     const dot = make("i", { className: "dot" });
     dot.style.background = tint(r, 1);
@@ -133,7 +133,7 @@ function componentTable(head) {
 const THUMB = 128;
 
 function thumbnail(canvas, head) {
-  if (!head.small) { // pooled once more, so that a change of view repaints few numbers
+  if (!head.small) { // pool once more, so that a change of view repaints few cells
     const step = Math.ceil(head.grid / THUMB), size = Math.ceil(head.grid / step);
     head.small = head.pooled.map((values) => {
       const out = new Float32Array(size * size);
@@ -145,7 +145,7 @@ function thumbnail(canvas, head) {
   }
   const size = head.smallSize;
   canvas.width = canvas.height = size;
-  canvas.style.imageRendering = size <= 48 ? "pixelated" : ""; // few cells stay squares
+  canvas.style.imageRendering = size <= 48 ? "pixelated" : ""; // keep few cells sharp
   const context = canvas.getContext("2d"), image = context.createImageData(size, size);
   paint(head.small, size, size, image.data, size, 0, 0, { view: state.view, log: state.log, theme: theme(), peak: head.smallPeak });
   context.putImageData(image, 0, 0);

@@ -1,4 +1,4 @@
-// What is said before one looks: paragraphs, tables and charts.
+// The report above the explorer: paragraphs, tables and charts.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -32,8 +32,8 @@ function chart({ series, x_label, y_label, log_x, log_y, title }) {
   const axis = (values, log, from, to) => {
     let [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
     if (log) [low, high] = [Math.log10(low), Math.log10(high)];
-    const room = (high - low || Math.abs(high) || 1) * 0.04;
-    [low, high] = [low - room, high + room];
+    const margin = (high - low || Math.abs(high) || 1) * 0.04;
+    [low, high] = [low - margin, high + margin];
     return { to: (v) => from + (((log ? Math.log10(v) : v) - low) / (high - low)) * (to - from), ticks: ticks(low, high, log) };
   };
   const X = axis(all.map((p) => p[0]), log_x, left, width - right), Y = axis(all.map((p) => p[1]), log_y, height - bottom, top);

@@ -1,4 +1,4 @@
-// What is shown, in the address, so that a link shows the same; and the few helpers everything uses.
+// The state of the page, kept in its address so that a link restores it, and helpers used by all scripts.
 
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
@@ -13,7 +13,7 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-// For tests and screenshots: body[data-busy] is "0" once everything that is shown has been drawn.
+// For tests and screenshots: body[data-busy] is "0" once everything has been drawn.
 let busy = 0;
 function track(work) {
   document.body.dataset.busy = String(++busy);
@@ -22,7 +22,7 @@ function track(work) {
 
 const DEFAULT = { panels: null, active: 0, view: "total", log: false, same: false, token: null, from: "out", zoom: [0, 1, 0, 1], theme: null };
 const state = { ...DEFAULT };
-let hovered = null; // the token under the pointer, of the text or of a map: shown, but not part of the address
+let hovered = null; // the pair or token under the pointer; not part of the address
 
 const theme = () => state.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 const tint = (component, strength) => `rgba(${hue(theme(), component).join(",")},${strength})`;
@@ -69,10 +69,10 @@ function writeAddress() {
   if (state.from !== "out") parts.push(`from=${state.from}`);
   if (state.zoom.join() !== "0,1,0,1") parts.push(`zoom=${state.zoom.map((x) => +x.toFixed(5)).join("_")}`);
   if (state.theme) parts.push(`theme=${state.theme}`);
-  try { history.replaceState(null, "", `#${parts.join("&")}`); } catch { /* a frame without an address of its own */ }
+  try { history.replaceState(null, "", `#${parts.join("&")}`); } catch { /* a frame in a notebook has no address */ }
 }
 
-// How a token is called where it stands alone: blanks become visible, and the later bytes of a letter are counted.
+// Name of a token: white space becomes visible, and later bytes of a character get a number ("é +1").
 function tokenName(tokens, i) {
   let first = i;
   while (first > 0 && tokens[first] === "") first--;

@@ -1,4 +1,4 @@
-"""What goes into a page: small, exact enough, and unable to break out of the element it stands in."""
+"""The content of a page is small and precise, and no text can break out of its element."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def block(blocks: Blocks, index: int = 0) -> bytes:
 
 
 def test_a_page_of_the_usual_size_is_small() -> None:
-    """2 layers, 4 heads, 512 tokens: under 5 MB, and not by much luck."""
+    """2 layers, 4 heads, 512 tokens: the limit is 5 MB, and half of it is enough."""
     assert len(page([attention("smgk", 4, 512)], ranks_up_to=0).html) < 2.5e6
 
 
 def test_nothing_is_fetched() -> None:
-    """No address of a script, style, font or picture anywhere, and a policy that forbids to fetch one."""
+    """The page has no URL of a script, style, font or image, and a policy that forbids requests."""
     text = page([attention("smgk", 2, 16)]).html
     assert "default-src 'none'" in text
     assert not re.search(r'(src|href)\s*=\s*"(?!data:)', re.sub(r"<script>.*</script>", "", text, flags=re.S))
@@ -50,7 +50,7 @@ def test_text_cannot_end_its_element(text: str) -> None:
     made = page(
         [Model.of_weights(text, [text] * 8, pattern()[None, None], unseen=text)], title=text, report=[Text(text)]
     )
-    data = embedded(made)
+    data = embedded(made.html)
     assert data["models"][0]["name"] == data["models"][0]["tokens"][3] == data["report"][0]["text"] == text
     printable = text.translate(dict.fromkeys([0, 7, 0xD800], "\ufffd"))
     assert f"<h1>{html.escape(printable)}</h1>" in made.html
@@ -73,40 +73,35 @@ def test_logarithms_keep_relative_precision(kind: str, relative: float) -> None:
 
 
 def test_precision_follows_the_logits() -> None:
-    """Ordinary queries and keys fit into 16 bits; where logits run into thousands, 32 are stored."""
+    """Ordinary queries and keys are stored in 16 bits; logits in the thousands need 32."""
     model = attention("mgk", 1, 40, layers=1)
     head = factors(model)
     assert fits_16_bits(head)
-    assert embedded(page([model]))["models"][0]["layers"][0]["heads"][0]["query"]["type"] == "i16"
+    assert embedded(page([model]).html)["models"][0]["layers"][0]["heads"][0]["query"]["type"] == "i16"
     large = Model(
         "large", model.tokens, [[head.__class__(60 * head.query, 60 * head.key, head.scale, head.row, head.column)]]
     )
     assert not fits_16_bits(factors(large))
-    assert embedded(page([large]))["models"][0]["layers"][0]["heads"][0]["query"]["type"] == "f32"
+    assert embedded(page([large]).html)["models"][0]["layers"][0]["heads"][0]["query"]["type"] == "f32"
 
 
 def test_numbers_beside_the_maps() -> None:
     weights = pattern()
-    (head,) = embedded(page([Model.of_weights("m", list("abcdefgh"), weights[None, None])]))["models"][0]["layers"][0][
-        "heads"
-    ]
+    model = Model.of_weights("m", list("abcdefgh"), weights[None, None])
+    (head,) = embedded(page([model]).html)["models"][0]["layers"][0]["heads"]
     assert head["rank"] == rank(weights.sum(0)) == 8
     assert head["share"] == [0.75, 0.25]
-    assert (
-        embedded(page([Model.of_weights("m", list("abcdefgh"), weights[None, None])], ranks_up_to=7))["models"][0][
-            "layers"
-        ][0]["heads"][0]["rank"]
-        is None
-    )
+    (without,) = embedded(page([model], ranks_up_to=7).html)["models"][0]["layers"][0]["heads"]
+    assert without["rank"] is None
 
 
-def test_components_are_apart_in_the_layers_own_deviations() -> None:
+def test_component_distance_uses_the_variance_of_the_layer() -> None:
     module = MixtureAttention(16, 2, variant="smgk", learn_variance=True)
     assert module.log_variance is not None
     assert module.shift is not None
     module.log_variance.data[0] = math.log(100)
     made = page([Model.of_layers("m", list("abcde"), collect(module, torch.randn(1, 5, 16)))])
-    apart = [head["separation"] for head in embedded(made)["models"][0]["layers"][0]["heads"]]
+    apart = [head["separation"] for head in embedded(made.html)["models"][0]["layers"][0]["heads"]]
     distance = (module.shift[:, 0] - module.shift[:, 1]).norm(dim=-1)
     assert apart == pytest.approx((distance / torch.tensor([10, 8**0.25])).tolist(), abs=1e-3)
 
@@ -122,12 +117,12 @@ def test_report_blocks() -> None:
         Table(["a"], [["1"]], "T"),
         Chart([Series("s", [1, 2], [3, 4])], "C", "x", "y", log_y=True),
     ]
-    data = embedded(page([], report=blocks))
+    data = embedded(page([], report=blocks).html)
     assert [block["kind"] for block in data["report"]] == ["table", "chart"]
     assert data["report"][1]["series"][0]["y"] == [3, 4]
 
 
-def test_bytes_have_names() -> None:
+def test_bytes_have_labels() -> None:
     assert byte_tokens("aé😀\n".encode()) == ["a", "é", "", "😀", "", "", "", "\n"]
     assert byte_tokens(b"a\xff\x00") == ["a", "\\xff", "\\x00"]
     assert len(byte_tokens("\ufffd".encode())) == 3
@@ -160,5 +155,5 @@ def test_wrong_arguments() -> None:
     for model in (nothing, nan):
         with pytest.raises(ValueError, match="layers: expected finite weights, not all of them 0, got others in"):
             page([model])
-    with pytest.raises(ValueError, match="layers: expected at most 2048 positions where whole matrices"):
+    with pytest.raises(ValueError, match="layers: expected at most 2048 positions for heads given by full matrices"):
         Model("m", [""] * 2049, [[Dense(torch.zeros(1, 2049, 2049))]])
