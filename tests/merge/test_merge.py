@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config, T5Model
 
-from mgk.hf import finetune, mean_loss, merge_heads
-from mgk.hf.models import MGKPreTrainedModel
-from mgk.merge.foreign import layers_of
+from mgk.merge import finetune, mean_loss, merge_heads, tuning
 from mgk.merge.heads import pair_groups
-from mgk.nn import MixtureAttention
+from mgk.merge.layers import layers_of
 from tests.hf.common import FOREIGN, foreign, inputs, make, same_weights
 
 OWN: dict[str, dict[str, Any]] = {
@@ -30,7 +27,6 @@ OWN: dict[str, dict[str, Any]] = {
 }
 # Sums of a few hundred products of float64 numbers of the order of 1, through two layers.
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
-PARTS = ("query_proj", "key_proj", "value_proj")
 
 
 def own(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -43,9 +39,6 @@ def own(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def projections(model: Any) -> list[list[tuple[Tensor, Tensor | None]]]:
     """Weights (in,out) and biases of query, key and value of every layer."""
-    if isinstance(model, MGKPreTrainedModel):
-        modules = [module for module in model.modules() if isinstance(module, MixtureAttention)]
-        return [[(getattr(m, part).weight.mT, getattr(m, part).bias) for part in PARTS] for m in modules]
     return [layer.weights()[:3] for layer in layers_of(model)]
 
 
@@ -161,7 +154,7 @@ def test_what_a_merged_model_cannot_do_is_an_error(name: str) -> None:
     small: Any = merge_heads(model, [batch])[0]
     tokens, packed = batch["input_ids"][1:2, :9], torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     small(tokens, position_ids=torch.arange(9)[None], use_cache=False)
-    with pytest.raises(ValueError, match="position_ids: expected one text in a row, counted up by 1, got several"):
+    with pytest.raises(ValueError, match="position_ids: expected one text per row, counted up by 1, got several"):
         small(tokens, position_ids=packed, use_cache=False)
     with pytest.raises(ValueError, match="cache_implementation: expected 'dynamic' for this model, got 'static'"):
         small.generate(**batch, max_new_tokens=2, cache_implementation="static")
@@ -202,8 +195,7 @@ def test_fine_tuning_in_low_precision_sees_its_own_updates(monkeypatch: pytest.M
     model = model.float()
     batches = [batch | {"labels": batch["input_ids"]}]
     expected = finetune(copy.deepcopy(model), batches, steps=6, lr=1e-2)
-    module = importlib.import_module("mgk.merge.finetune")
-    monkeypatch.setattr(module, "autocast", lambda _: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(tuning, "autocast", lambda _: torch.autocast("cpu", torch.bfloat16))
     got = finetune(model, batches, steps=6, lr=1e-2)
     assert expected[0] - expected[-1] > 0.5
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2**-7, atol=0.0)

@@ -1,6 +1,6 @@
-"""Text from a language model, piece by piece as it comes."""
+"""Load a language model and stream the text that it generates."""
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is typed in part.
+# Transformers is partly typed.
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
-from mgk.hf.convert import from_run, is_run, most_positions
+from mgk.hf.convert import check_model, from_run, is_run, most_positions
 from mgk.hf.tokenizer import tokenizer_of
 from mgk.train.config import read
 from mgk.train.data import load as load_data
@@ -21,11 +21,10 @@ from mgk.train.data import load as load_data
 def load_for_generation(
     folder: str | Path, *, which: str = "best", data_root: str | Path | None = None
 ) -> tuple[Any, Any]:
-    """The language model and the tokenizer of a run, or of a folder of Transformers."""
+    """Load the language model and the tokenizer of a run, or of the folder of a Transformers model."""
     folder = Path(folder)
     if not is_run(folder):
-        if not (folder / "config.json").exists():
-            raise ValueError(f"{folder}: expected the folder of a run or of a model, found no config.json in it")
+        check_model(folder)
         return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     settings = read(folder / "config.json")
     if settings.kind != "language":
@@ -34,13 +33,13 @@ def load_for_generation(
 
 
 def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[str]:
-    """Generate, and yield the prompt's continuation as it comes; with beams, all of it at the end.
+    """Generate, and yield the continuation of the prompt piece by piece; with beams, all of it at the end.
 
     Args:
-        model: with `generate`.
+        model: a Transformers model with `generate`.
         tokenizer: its tokenizer.
-        prompt: what to go on from.
-        options: of `generate`.
+        prompt: the text to continue; an empty one is a line break.
+        options: arguments of `generate`.
     """
     inputs = tokenizer(prompt or "\n", return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs["input_ids"].shape[1]
@@ -48,10 +47,10 @@ def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[
         raise ValueError(f"--prompt: expected at least one token, got none in {prompt!r}")
     limit, new = most_positions(model.config), options.get("max_new_tokens", 0)
     if limit is not None and length + new > limit:
-        room = f"at most {limit - length} after this prompt (learned positions)"
-        raise ValueError(f"--tokens: expected {room}, got {new}")
+        most = f"at most {limit - length} after this prompt (learned positions)"
+        raise ValueError(f"--tokens: expected {most}, got {new}")
     if model.generation_config.pad_token_id is None:
-        options.setdefault("pad_token_id", 0)  # of one row, nothing is padded
+        options.setdefault("pad_token_id", 0)  # never used: there is one row and no padding
     if options.get("num_beams", 1) > 1:
         row = model.generate(**inputs, **options)[0, length:]
         yield tokenizer.decode(row, clean_up_tokenization_spaces=False)
@@ -62,7 +61,7 @@ def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[
     def work() -> None:
         try:
             model.generate(**inputs, **options, streamer=pieces)
-        except Exception as error:  # told by the thread that listens
+        except Exception as error:  # raised again by the thread that reads the pieces
             failed.put(error)
             pieces.end()
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mgk.hf.convert import empty, from_run, is_run, most_positions, save_with_card
-from mgk.merge.finetune import finetune, mean_loss
-from mgk.merge.merge import merge_heads
+from mgk.merge import finetune, mean_loss, merge_heads
 from mgk.ops.arguments import check_count
 from mgk.train import config as run_config
 from mgk.train.config import Config
