@@ -2,8 +2,6 @@
 
 Its test files are not part of its package; docs/huggingface.md says what became of them when they were run.
 """
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
 """A run and a folder of Transformers hold the same things, and the commands that go between them."""
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
 
 from __future__ import annotations
 

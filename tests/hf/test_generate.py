@@ -1,6 +1,4 @@
 """`generate()` with a cache gives what it gives without, for every variant and way of decoding."""
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
 """Steps of one shape into a reserved cache: what a CUDA graph holds on a GPU, computed here as it stands."""
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
 """Two heads made one: exact where they are the same, better than leaving one out where they are not."""
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from mgk.hf.cache import MGKCache
 from mgk.hf.config import MGKConfig
 from mgk.hf.convert import from_run, hf_to_run, run_to_hf
 from mgk.hf.models import (
-    AUTO_CLASSES,
-    CLASSES,
+    TASKS,
     MGKForCausalLM,
     MGKForDocumentMatching,
     MGKForImageClassification,
@@ -45,8 +44,7 @@ __all__ = [
 ]
 
 transformers.AutoConfig.register("mgk", MGKConfig, exist_ok=True)
-transformers.AutoModel.register(MGKConfig, MGKModel, exist_ok=True)
-for _kind, _model in CLASSES.items():
-    getattr(transformers, AUTO_CLASSES[_kind]).register(MGKConfig, _model, exist_ok=True)
+for _model in (MGKModel, *TASKS):
+    getattr(transformers, _model.auto).register(MGKConfig, _model, exist_ok=True)
 # `Trainer` shifts the labels that it smooths only for the models of this list.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mgk"] = MGKForCausalLM.__name__

@@ -2,8 +2,6 @@
 
 The cache of softmax, MGK and sMGK attention grows with the text; that of the linear family (MLK) has a constant size.
 """
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 

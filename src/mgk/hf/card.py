@@ -5,16 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mgk.hf.config import MGKConfig
-from mgk.hf.models import AUTO_CLASSES
+from mgk.hf.models import CLASSES
 from mgk.tables import Table
 from mgk.variants import LABELS, MIXTURES
-
-PIPELINES = {
-    "language": "text-generation",
-    "classifier": "text-classification",
-    "matcher": "text-classification",
-    "vision": "image-classification",
-}
 
 
 def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None = None) -> str:
@@ -25,11 +18,11 @@ def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None
         parameters: the number of its parameters.
         record: the record of a run, with any of "config" (of `mgk train`), "result" and "starts".
     """
-    auto, record = AUTO_CLASSES[config.kind], record or {}
+    task, record = CLASSES[config.kind], record or {}
     settings, result = record.get("config"), record.get("result")
     mixture = f", {config.components} components each" if config.attention in MIXTURES else ""
     lines = [
-        "---", "library_name: transformers", f"pipeline_tag: {PIPELINES[config.kind]}", "tags:", "- mgk",
+        "---", "library_name: transformers", f"pipeline_tag: {task.pipeline}", "tags:", "- mgk",
         "- mixture-keys", *([f"datasets:\n- {settings['data']['name']}"] if settings else []), "---", "",
         f"# {settings['recipe'] if settings else config.kind}, {config.attention}, {config.heads} heads", "",
         f"A transformer with {LABELS[config.attention]} attention: {config.layers} layers of width {config.width}, "
@@ -55,7 +48,7 @@ def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None
         versions = ", ".join(f"{name} {number}" for name, number in start["versions"].items())
         lines += [f"Trained with {versions}, commit {start['commit']}, on {start['gpu'] or start['machine']}.", ""]
     lines += [
-        "```python", "import mgk.hf  # pip install 'mgk[hf]'", f"from transformers import {auto}", "",
-        f'model = {auto}.from_pretrained("this folder or its name on the hub")', "```", "",
+        "```python", "import mgk.hf  # pip install 'mgk[hf]'", f"from transformers import {task.auto}", "",
+        f'model = {task.auto}.from_pretrained("this folder or its name on the hub")', "```", "",
     ]  # fmt: skip
     return "\n".join(lines)

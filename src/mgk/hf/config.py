@@ -1,6 +1,4 @@
 """`MGKConfig`: one Transformers configuration for all models, with the fields of `mgk.models`."""
-# mypy: disallow-untyped-calls=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@
 
 A weight has the same name in both, with the prefix "mgk." in the folder.
 """
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 
@@ -103,7 +101,10 @@ def hf_to_run(folder: str | Path, out: str | Path, *, data: str = "") -> Path:
     """
     folder, out = Path(folder), empty(out)
     check_model(folder)
-    model = load(folder)
+    given = MGKConfig.get_config_dict(folder)[0].get("model_type")
+    if given != MGKConfig.model_type:
+        raise ValueError(f"{folder}: expected a model with model_type {MGKConfig.model_type!r}, got {given!r}")
+    model: MGKPreTrainedModel = CLASSES[MGKConfig.from_pretrained(folder).kind].from_pretrained(folder)
     weights = {name: tensor.contiguous() for name, tensor in model.mgk.state_dict().items()}
     kept = folder / RECORD
     facts: dict[str, Any] = {"step": 0}
@@ -121,16 +122,6 @@ def hf_to_run(folder: str | Path, out: str | Path, *, data: str = "") -> Path:
     scores: dict[str, Any] = {name: facts[name] for name in ("valid", "best", "best_step") if name in facts}
     checkpoint.save(out, checkpoint.Checkpoint(facts["step"], weights, state, scores), best=True)
     return out
-
-
-def load(folder: str | Path) -> MGKPreTrainedModel:
-    """Load a model of `mgk.hf` from a folder, with the class of its task."""
-    given = MGKConfig.get_config_dict(folder)[0].get("model_type")
-    if given != MGKConfig.model_type:
-        raise ValueError(f"{folder}: expected a model with model_type {MGKConfig.model_type!r}, got {given!r}")
-    config = MGKConfig.from_pretrained(folder)
-    found: MGKPreTrainedModel = CLASSES[config.kind].from_pretrained(folder)
-    return found
 
 
 def most_positions(config: Any) -> int | None:

@@ -1,16 +1,12 @@
 """Load a language model and stream the text that it generates."""
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from mgk.hf.convert import check_model, from_run, is_run, most_positions
 from mgk.hf.tokenizer import tokenizer_of
@@ -32,13 +28,25 @@ def load_for_generation(
     return from_run(folder, which), tokenizer_of(load_data(settings, data_root))
 
 
-def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[str]:
-    """Generate, and yield the continuation of the prompt piece by piece; with beams, all of it at the end.
+class _Streamer(TextStreamer):
+    """Passes each finished piece of text to a function."""
+
+    def __init__(self, tokenizer: Any, shown: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
+        self.shown = shown
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.shown(text)
+
+
+def stream(model: Any, tokenizer: Any, prompt: str, shown: Callable[[str], None], **options: Any) -> None:
+    """Generate, and call `shown` with each piece of the continuation; with beams, once at the end.
 
     Args:
         model: a Transformers model with `generate`.
         tokenizer: its tokenizer.
         prompt: the text to continue; an empty one is a line break.
+        shown: called with the text.
         options: arguments of `generate`.
     """
     inputs = tokenizer(prompt or "\n", return_tensors="pt", return_token_type_ids=False).to(model.device)
@@ -51,23 +59,7 @@ def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[
         raise ValueError(f"--tokens: expected {most}, got {new}")
     if model.generation_config.pad_token_id is None:
         options.setdefault("pad_token_id", 0)  # never used: there is one row and no padding
-    if options.get("num_beams", 1) > 1:
-        row = model.generate(**inputs, **options)[0, length:]
-        yield tokenizer.decode(row, clean_up_tokenization_spaces=False)
-        return
-    failed: queue.Queue[Exception] = queue.Queue()
-    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
-
-    def work() -> None:
-        try:
-            model.generate(**inputs, **options, streamer=pieces)
-        except Exception as error:  # raised again by the thread that reads the pieces
-            failed.put(error)
-            pieces.end()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield from pieces
-    thread.join()
-    if not failed.empty():
-        raise failed.get()
+    beams = options.get("num_beams", 1) > 1
+    row = model.generate(**inputs, **options, streamer=None if beams else _Streamer(tokenizer, shown))[0, length:]
+    if beams:
+        shown(tokenizer.decode(row, clean_up_tokenization_spaces=False))

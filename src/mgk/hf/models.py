@@ -5,8 +5,6 @@ prefix "mgk.".
 
 B batch, N positions of this call, Nk positions so far, E width of the model, V vocabulary, C classes.
 """
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 
@@ -47,6 +45,8 @@ class MGKPreTrainedModel(PreTrainedModel):
     config_class = MGKConfig
     base_model_prefix = ""  # a weight has the same name in all classes
     kinds: ClassVar[tuple[str, ...]] = ()
+    auto = "AutoModel"
+    pipeline: ClassVar[str]  # the hub's name of the task
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
@@ -152,6 +152,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
     """A causal language model with `generate()`."""
 
     kinds = ("language",)
+    auto, pipeline = "AutoModelForCausalLM", "text-generation"
 
     @capture_outputs
     def forward(
@@ -251,6 +252,7 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
     """A classifier of one sequence, as in the paper's Long Range Arena experiments."""
 
     kinds = ("classifier",)
+    auto, pipeline = "AutoModelForSequenceClassification", "text-classification"
     accepts_loss_kwargs = False  # the loss is a mean, which `Trainer` divides by the number of accumulated steps
 
     @capture_outputs
@@ -277,12 +279,14 @@ class MGKForDocumentMatching(MGKForSequenceClassification):
     """A classifier of pairs of documents: `input_ids` and `attention_mask` are (B,2,N)."""
 
     kinds = ("matcher",)
+    auto = "AutoModelForNextSentencePrediction"  # Transformers' Auto class for pairs of documents
 
 
 class MGKForImageClassification(MGKPreTrainedModel):
     """A vision transformer."""
 
     kinds = ("vision",)
+    auto, pipeline = "AutoModelForImageClassification", "image-classification"
     accepts_loss_kwargs = False
     main_input_name = "pixel_values"
 
@@ -296,18 +300,8 @@ class MGKForImageClassification(MGKPreTrainedModel):
         return ImageClassifierOutput(loss=classification_loss(self, logits, labels), logits=logits)
 
 
-CLASSES: dict[str, type[MGKPreTrainedModel]] = {
-    "classifier": MGKForSequenceClassification,
-    "matcher": MGKForDocumentMatching,
-    "language": MGKForCausalLM,
-    "vision": MGKForImageClassification,
-}
-AUTO_CLASSES = {
-    "classifier": "AutoModelForSequenceClassification",
-    "matcher": "AutoModelForNextSentencePrediction",  # the Auto class for pairs of documents
-    "language": "AutoModelForCausalLM",
-    "vision": "AutoModelForImageClassification",
-}
+TASKS = (MGKForSequenceClassification, MGKForDocumentMatching, MGKForCausalLM, MGKForImageClassification)
+CLASSES: dict[str, type[MGKPreTrainedModel]] = {model.kinds[0]: model for model in TASKS}
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

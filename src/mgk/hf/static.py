@@ -7,8 +7,6 @@ with a mask.
 
 B batch, N positions so far, C capacity of the cache in positions, V vocabulary.
 """
-# mypy: disallow-untyped-calls=False
-# torch.cuda is partly typed.
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 The rules and vocabularies are those of `mgk.data`, so a text gets the same token ids as in the prepared data set.
 """
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 

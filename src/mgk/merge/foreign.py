@@ -5,8 +5,6 @@ and a prior, and call `mixture_attention` by the name `attn_implementation="mgk_
 
 B batch, H query heads, Hk value heads, M components, Nq queries, Nk keys, D width of a head.
 """
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 
@@ -38,12 +36,6 @@ CLASSES = {
     "Roberta": ("Model", "ForMaskedLM", "ForSequenceClassification"),
     "ViT": ("Model", "ForImageClassification"),
 }
-AUTO = {
-    "Model": "AutoModel",
-    "LMHeadModel": "AutoModelForCausalLM",
-    **{name: f"AutoModel{name}" for name in (
-        "ForCausalLM", "ForMaskedLM", "ForSequenceClassification", "ForImageClassification")},
-}  # fmt: skip
 
 
 def mixture_attention(
@@ -141,8 +133,9 @@ def _mixture_classes() -> Iterator[type]:
                     "_supports_attention_backend": True,
                 },
             )
-            getattr(transformers, AUTO[task]).register(config, model, exist_ok=True)
-            if AUTO[task] == "AutoModelForCausalLM":  # the models whose smoothed labels `Trainer` shifts
+            suffix = {"Model": "", "LMHeadModel": "ForCausalLM"}.get(task, task)
+            getattr(transformers, f"AutoModel{suffix}").register(config, model, exist_ok=True)
+            if suffix == "ForCausalLM":  # the models whose smoothed labels `Trainer` shifts
                 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
             yield model
 

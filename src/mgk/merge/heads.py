@@ -1,18 +1,13 @@
 """The mathematics of head merging: two softmax heads a, b become the components of one mixture-key head.
 
-A head weighs x_j for x_i by exp(x_i^T W_q W_k^T x_j / sqrt(D)) and adds A X W_v W_o to the output. The mixture head has
-one query and two keys, A[i,j] ~ sum_r prior_r exp(q_i.k_jr / sqrt(D)), and one value. Each step is exact when the two
-heads are equal (docs/huggingface.md has more):
+A head has weights A[i,j] ~ exp(q_i.k_j / sqrt(D)) and adds A X W_v W_o to the output. A mixture head has one query, two
+keys and one value, with A[i,j] ~ sum_r prior_r exp(q_i.k_jr / sqrt(D)). docs/huggingface.md derives the five steps:
 
-1. Query and keys. [W_qa W_ka^T, W_qb W_kb^T] of rank 2D is approximated by W_q [K_a^T, K_b^T] of rank D: a truncated
-   SVD in the metric of the data. With rotary positions, each plane of a head is a complex SVD of rank 1.
-2. Balance. The mixture is sum_r w_r A_r with weights w_r(i) ~ prior_r Z_r(i), where Z_r is the softmax sum of component
-   r. Priors, and key biases if there are any, are fitted so that w_r is the head's share of the output's energy.
-3. Values and outputs. With the mixture's A fixed, min |A X V O - Y|^2 over V O of rank D, where Y is the sum of the two
-   heads' outputs: reduced-rank regression, with a ridge towards W_va W_oa + W_vb W_ob.
-4. Groups. Where G query heads share a key and a value (grouped-query attention), two groups merge, each query head of
-   one with one of the other. The G pairs share the two keys and the value: their matrices are stacked in steps 1 and 3.
-5. Outputs. Finally the outputs of all merged heads of the layer are fitted together, which lowers the error further.
+1. `_shared_query`: one query and two keys whose scores are nearest to those of the two heads (truncated SVD).
+2. `_balance`: priors and key biases that give each component its head's share of the output.
+3. `_values`: one value and output whose product is nearest to what the two heads wrote (reduced-rank regression).
+4. Grouped queries: two groups of G query heads merge; their G pairs share the two keys and the value.
+5. `_outputs`: the outputs of all merged heads of the layer, fitted together.
 
 B batch, N positions, E width of the model, F = E + 1 with the bias, H heads, Hk key heads, G = H / Hk, D width of a
 head.
@@ -21,6 +16,7 @@ head.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -157,8 +153,8 @@ def pair_groups(affinity: Float[Tensor, "h h"], groups: int) -> list[tuple[int, 
             matched[a, b] = sorted(_greedy({pair: float(affinity[pair]) for pair in queries}))
     worth = {ab: sum(float(affinity[q]) for q in pairs) for ab, pairs in matched.items()}
 
-    def value(a: int, b: int) -> float:
-        return worth[min(a, b), max(a, b)]
+    def total(pairs: Iterable[tuple[int, int]]) -> float:
+        return sum(worth[min(pair), max(pair)] for pair in pairs)
 
     chosen = _greedy(worth)
     improved = True
@@ -166,12 +162,10 @@ def pair_groups(affinity: Float[Tensor, "h h"], groups: int) -> list[tuple[int, 
         improved = False
         for i in range(len(chosen)):
             for j in range(i):
-                (a, b), (c, d) = chosen[i], chosen[j]
-                now = value(a, b) + value(c, d)
-                for e, f in (((a, c), (b, d)), ((a, d), (b, c))):
-                    if value(*e) + value(*f) > now + 1e-12:
-                        chosen[i], chosen[j] = e, f
-                        now, improved = value(*e) + value(*f), True
+                (a, b), (c, d) = now = chosen[i], chosen[j]
+                best = max((now, ((a, c), (b, d)), ((a, d), (b, c))), key=total)
+                if total(best) > total(now) + 1e-12:
+                    (chosen[i], chosen[j]), improved = best, True
     ordered = sorted((min(pair), max(pair)) for pair in chosen)
     return [(a, b, matched[a, b]) for a, b in ordered]
 

@@ -2,8 +2,6 @@
 
 B batch, N positions, E width of the model, F = E + 1 with the bias, H heads, D width of a head.
 """
-# mypy: disallow-untyped-calls=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 
@@ -23,6 +21,7 @@ from mgk.nn import MixtureAttention
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 REFUSED = {"q_norm": "normalised queries", "sinks": "attention sinks"}
 Weights = list[tuple[Tensor, Tensor | None]]
+Inputs = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]
 
 
 class Layer:
@@ -32,16 +31,13 @@ class Layer:
     head_dim: int
     scale: float
     causal: bool
+    log_prior: Tensor | None
 
     def weights(self) -> Weights:
         """Return the weight (in,out) and the bias of the query, key, value and output projections, as views."""
         raise NotImplementedError
 
-    @property
-    def log_prior(self) -> Tensor | None:
-        raise NotImplementedError
-
-    def inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    def inputs(self, args: Any, kwargs: dict[str, Any]) -> Inputs:
         """Return the input (B,N,E), the mask (B,N) of real positions and the rotation from a call of the module."""
         raise NotImplementedError
 
@@ -83,17 +79,13 @@ class OwnLayer(Layer):
 
     def __init__(self, module: MixtureAttention) -> None:
         self.module, self.head_dim, self.causal = module, module.head_dim, module.causal
-        self.scale = module.head_dim**-0.5
+        self.scale, self.log_prior = module.head_dim**-0.5, module.log_prior
 
     def weights(self) -> Weights:
         m = self.module
         return [(p.weight.mT, p.bias) for p in (m.query_proj, m.key_proj, m.value_proj, m.out_proj)]
 
-    @property
-    def log_prior(self) -> Tensor | None:
-        return self.module.log_prior  # type: ignore[no-any-return]
-
-    def inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    def inputs(self, args: Any, kwargs: dict[str, Any]) -> Inputs:
         padding, rotary = kwargs.get("key_padding_mask"), kwargs.get("rotary")
         rotation = None
         if rotary is not None:  # the sines carry the sign of the half that they multiply
@@ -123,6 +115,7 @@ class TransformersLayer(Layer):
             raise ValueError(f"model: expected attention without a sliding window, got {kind}")
         self.head_dim = int(self.core.attention_head_size if self.split else self.core.head_dim)
         self.scale, self.causal = float(self.core.scaling), bool(self.core.is_causal)
+        self.log_prior = getattr(self.core, "mixture_log_prior", None)
 
     def weights(self) -> Weights:
         if self.fused:
@@ -132,11 +125,7 @@ class TransformersLayer(Layer):
             return [*parts, (self.core.c_proj.weight, self.core.c_proj.bias)]
         return [(linear.weight.mT, linear.bias) for linear in self._linears()]
 
-    @property
-    def log_prior(self) -> Tensor | None:
-        return self.core.mixture_log_prior  # type: ignore[no-any-return]
-
-    def inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    def inputs(self, args: Any, kwargs: dict[str, Any]) -> Inputs:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         return x, kwargs.get("attention_mask"), kwargs.get("position_embeddings")
 

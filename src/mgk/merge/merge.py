@@ -6,8 +6,6 @@
 The mathematics is in `mgk.merge.heads`. Layers are merged first to last; each is fitted to the inputs that it gets from
 the layers merged before it.
 """
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
 """A short fine-tuning for merged models, and the loss to compare before and after."""
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is partly typed.
 
 from __future__ import annotations
 

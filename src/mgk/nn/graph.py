@@ -1,6 +1,4 @@
 """CUDA graph capture: the one implementation behind training steps (`mgk.train`) and generation (`mgk.hf`)."""
-# mypy: disallow-untyped-calls=False
-# torch.cuda is partly typed.
 
 from __future__ import annotations
 
