@@ -101,11 +101,13 @@ class OwnLayer(Layer):
 class TransformersLayer(Layer):
     """An attention layer of a Transformers model, whatever its projections are called."""
 
-    def __init__(self, module: nn.Module) -> None:
+    core: Any
+
+    def __init__(self, module: Any) -> None:
         self.module = module
         self.fused = hasattr(module, "c_attn")  # GPT-2: query, key and value are one matrix
         self.split = hasattr(module, "self")  # BERT: the output projection is in a module of its own
-        self.core: Any = module.self if self.split else module
+        self.core = module.self if self.split else module
         kind = type(self.core).__name__
         for name, what in REFUSED.items():
             if getattr(self.core, name, None) is not None:
@@ -211,4 +213,4 @@ def _heads(weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
     """Convert a weight (E,H*D) and a bias to heads (H,F,D) in float64."""
     row = weight.new_zeros(weight.shape[1]) if bias is None else bias
     matrix = torch.cat((weight, row[None])).detach().double().cpu()
-    return matrix.unflatten(1, (-1, width)).transpose(0, 1)
+    return matrix.view(len(matrix), -1, width).transpose(0, 1)
