@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mgk.data import DataError
-from mgk.files import write_text
+from mgk.files import write_json, write_text
 from mgk.hf.card import model_card
 from mgk.hf.config import MGKConfig
 from mgk.hf.models import CLASSES, MGKPreTrainedModel
@@ -59,29 +59,25 @@ def run_to_hf(
     run, out = Path(run), empty(out)
     model = from_run(run, which)
     settings = run_config.read(run / "config.json")
-    config, facts, result = (_read(run / name) for name in ("config.json", "run.json", "result.json"))
-    record = {"config": config, "result": result, **(facts or {})}
+    config, starts, result = (_read(run / name) for name in ("config.json", "run.json", "result.json"))
+    record = {"config": config, "result": result, **(starts or {})}
     save_with_card(model, out, settings, data_root, record)
     kept = out / RECORD
     _copy(RECORDED, run, kept)
     facts = checkpoint.read_facts(run / which)
-    (kept / "checkpoint.json").write_text(json.dumps(facts | {"which": which}, indent=1) + "\n")
+    write_json(kept / "checkpoint.json", facts | {"which": which})
     if state:
         shutil.copyfile(run / which / "state.pt", kept / "state.pt")
     return out
 
 
 def save_with_card(
-    model: MGKPreTrainedModel,
-    out: Path,
-    settings: Config | None = None,
-    data_root: str | Path | None = None,
-    record: dict[str, Any] | None = None,
+    model: Any, out: Path, settings: Config, data_root: str | Path | None, record: dict[str, Any] | None = None
 ) -> None:
     """Save a model with its card and, if the data set of `settings` is prepared, its tokenizer."""
     model.save_pretrained(out)
     try:
-        tokenizer = None if settings is None else tokenizer_of(load_data(settings, data_root))
+        tokenizer = tokenizer_of(load_data(settings, data_root))
     except DataError:
         tokenizer = None
     if tokenizer is not None:
@@ -140,6 +136,7 @@ def is_run(folder: Path) -> bool:
 
 
 def check_model(folder: Path) -> None:
+    """Check that a folder has a config.json."""
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: expected the folder of a run or of a model, found no config.json in it")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mgk.files import write_json
 from mgk.hf.convert import empty, from_run, is_run, most_positions, save_with_card
 from mgk.merge import finetune, mean_loss, merge_heads
 from mgk.ops.arguments import check_count
@@ -54,11 +54,9 @@ def halve(
         on_hub = not folder.is_absolute() and len(folder.parts) <= 2  # OWNER/NAME
         if not on_hub and not folder.is_dir():
             raise ValueError(f"--from: expected a run, a folder or the name of a model on the hub, got {model_name}")
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
         if text is None:
-            raise ValueError(
-                f"--text: expected a file to calibrate on, since {model_name} is not a run of mgk, got none"
-            )
+            raise ValueError(f"--text: expected a file to calibrate on, as {model_name} is not a run of mgk, got none")
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
         limit = most_positions(model.config)
         if limit is not None and length > limit:
             raise ValueError(f"--length: expected at most {limit}, the positions of {model_name}, got {length}")
@@ -74,11 +72,11 @@ def halve(
     example = next(texts.valid())
     report["milliseconds"] = [_milliseconds(each, example) for each in (model, small)]
     if settings is not None:
-        save_with_card(small, out, settings, data_root)  # type: ignore[arg-type]
+        save_with_card(small, out, settings, data_root)
     else:
         small.save_pretrained(out)
         tokenizer.save_pretrained(out)  # type: ignore[union-attr]
-    (out / "merge.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(out / "merge.json", report)
     for line in lines(report):
         say(line)
     say(f"written to {out}")

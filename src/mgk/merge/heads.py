@@ -86,8 +86,8 @@ class Calibration:
     gaussian: bool
     """Whether the mixture's score is that of a Gaussian."""
 
-    def written(self, index: int, head: int) -> Float[Tensor, "t e"]:
-        """What a head adds to the output at the real positions of a sample."""
+    def head_output(self, index: int, head: int) -> Float[Tensor, "t e"]:
+        """Compute what a head adds to the layer's output at the real positions of a sample."""
         sample, heads = self.samples[index], self.heads
         seen = (self.weights[index][head] @ sample.x)[sample.real]
         return seen @ heads.value[head // heads.groups] @ heads.output[head]
@@ -95,7 +95,7 @@ class Calibration:
     def mixture_weights(
         self, query: Float[Tensor, "h f d"], key: Float[Tensor, "*h 2 f d"], prior: Float[Tensor, "h 2"], sample: Sample
     ) -> Float[Tensor, "h b n n"]:
-        """The dense attention weights of mixture heads."""
+        """Compute the dense attention weights of mixture heads."""
         scores = torch.stack(
             [_scores(query, key[..., r, :, :], sample, self.heads.scale, self.gaussian) for r in range(2)], -1
         )
@@ -202,7 +202,7 @@ def merge_groups(
     for index in range(len(samples)):
         for g, pair in enumerate(pairs):
             for r, head in enumerate(pair):
-                energy[g, r] += given.written(index, head).square().sum()
+                energy[g, r] += given.head_output(index, head).square().sum()
     share = (energy / energy.sum(1, keepdim=True).clamp(min=1e-300)).clamp(1 - LARGEST_SHARE, LARGEST_SHARE)
     bias, prior = _balance(given, query, key, share, free)
     key = key + pad(bias[:, None], (0, 0, key.shape[1] - 1, 0))  # into the last row
@@ -269,7 +269,7 @@ def _values(
     cross = torch.zeros(len(pairs), size, heads.output.shape[-1], dtype=query.dtype)
     for index, sample in enumerate(given.samples):
         seen = (given.mixture_weights(query, key, prior, sample) @ sample.x)[:, sample.real]  # (G,T,F)
-        written = torch.stack([given.written(index, a) + given.written(index, b) for a, b in pairs])
+        written = torch.stack([given.head_output(index, a) + given.head_output(index, b) for a, b in pairs])
         gram += seen.mT @ seen
         cross += seen.mT @ written
     products = [heads.value[h // heads.groups] @ heads.output[h] for h in range(len(heads.query))]
@@ -299,7 +299,7 @@ def _outputs(
         mixed = given.mixture_weights(query, key, prior, sample)
         seen = (mixed @ (sample.x @ value[:, None]))[:, sample.real].transpose(0, 1).flatten(1)
         gram += seen.mT @ seen
-        cross += seen.mT @ sum(given.written(index, head) for head in range(len(given.heads.query)))
+        cross += seen.mT @ sum(given.head_output(index, head) for head in range(len(given.heads.query)))
     fitted: Tensor = torch.linalg.solve(gram + _ridge(gram), cross + _ridge(gram, of=output.flatten(0, 1)))
     return fitted.view_as(output)
 
