@@ -11,6 +11,8 @@ does not count. Nothing is timed before both roads agreed with the model without
 
 B batch, H heads, M components, N positions in the cache, C its room, D width of a head.
 """
+# mypy: disallow-untyped-calls=False
+# Transformers is typed in part.
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ For a language model on bytes of Wikipedia and a classifier of reviews, both sof
    taken for a merit of merging, the original too. The learning rate of each is chosen on the validation set;
 4. measure all on the test set, before and after.
 """
+# mypy: disallow-untyped-calls=False
+# Transformers is typed in part.
 
 from __future__ import annotations
 

@@ -60,9 +60,7 @@ class MGKCacheLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Called before tokens may be removed again, as in assisted decoding."""
         if isinstance(self.inner, StateCache):
-            raise ValueError(
-                "cache: the linear family keeps one state and cannot remove tokens; generate without an assistant"
-            )
+            raise ValueError("cache: the state of the linear family cannot remove tokens; generate without assistant")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -n positions for a negative n; for a positive n, as in older releases, keep the first n."""

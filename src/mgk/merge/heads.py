@@ -92,13 +92,17 @@ class Calibration:
         seen = (self.weights[index][head] @ sample.x)[sample.real]
         return seen @ heads.value[head // heads.groups] @ heads.output[head]
 
-    def mixture_weights(
-        self, query: Float[Tensor, "h f d"], key: Float[Tensor, "*h 2 f d"], prior: Float[Tensor, "h 2"], sample: Sample
-    ) -> Float[Tensor, "h b n n"]:
-        """Compute the dense attention weights of mixture heads."""
-        scores = torch.stack(
-            [_scores(query, key[..., r, :, :], sample, self.heads.scale, self.gaussian) for r in range(2)], -1
-        )
+    def energy(self, head: int) -> Tensor:
+        """Compute the squared norm of a head's output over all samples."""
+        return torch.stack([self.head_output(i, head).square().sum() for i in range(len(self.samples))]).sum()
+
+    def component_scores(self, query: Tensor, key: Float[Tensor, "*h 2 f d"], sample: Sample) -> list[Tensor]:
+        """Compute the scores (H,B,N,N) of both components of mixture heads."""
+        return [_scores(query, part, sample, self.heads.scale, self.gaussian) for part in key.unbind(-3)]
+
+    def mixture_weights(self, query: Tensor, key: Tensor, prior: Float[Tensor, "h 2"], sample: Sample) -> Tensor:
+        """Compute the dense attention weights (H,B,N,N) of mixture heads."""
+        scores = torch.stack(self.component_scores(query, key, sample), -1)
         return (scores + prior[:, None, None, None]).logsumexp(-1).softmax(-1).nan_to_num(0)
 
 
@@ -198,11 +202,7 @@ def merge_groups(
     query, key = _shared_query(factors, heads.key[list(groups)], left, right, rotary)
     if gaussian:
         query, key = query / gaussian, key * gaussian
-    energy = torch.zeros(len(pairs), 2, dtype=rows.dtype)
-    for index in range(len(samples)):
-        for g, pair in enumerate(pairs):
-            for r, head in enumerate(pair):
-                energy[g, r] += given.head_output(index, head).square().sum()
+    energy = torch.stack([given.energy(head) for pair in pairs for head in pair]).view(-1, 2)
     share = (energy / energy.sum(1, keepdim=True).clamp(min=1e-300)).clamp(1 - LARGEST_SHARE, LARGEST_SHARE)
     bias, prior = _balance(given, query, key, share, free)
     key = key + pad(bias[:, None], (0, 0, key.shape[1] - 1, 0))  # into the last row
@@ -243,12 +243,12 @@ def _balance(
     given: Calibration, query: Tensor, key: Tensor, share: Tensor, free: bool
 ) -> tuple[Float[Tensor, "2 d"], Float[Tensor, "g 2"]]:
     """Step 2: fit key biases and log priors so that log w_a - log w_b is near the log ratio of the heads' shares."""
-    wanted, scale = (share[:, 0] / share[:, 1]).log(), given.heads.scale
+    wanted = (share[:, 0] / share[:, 1]).log()
     rows, gaps = [], []
     for sample in given.samples:
-        sums = [_scores(query, key[r], sample, scale, given.gaussian).logsumexp(-1) for r in range(2)]
-        rows.append((sample.x @ query[:, None])[:, sample.real] * scale)  # (G,T,D)
-        gaps.append(wanted[:, None] - (sums[0] - sums[1])[:, sample.real])
+        first, second = (scores.logsumexp(-1) for scores in given.component_scores(query, key, sample))
+        rows.append((sample.x @ query[:, None])[:, sample.real] * given.heads.scale)  # (G,T,D)
+        gaps.append(wanted[:, None] - (first - second)[:, sample.real])
     row, gap = torch.cat(rows, 1), torch.cat(gaps, 1)
     beta = torch.zeros(row.shape[-1], dtype=row.dtype)
     if free:
@@ -272,8 +272,8 @@ def _values(
         written = torch.stack([given.head_output(index, a) + given.head_output(index, b) for a, b in pairs])
         gram += seen.mT @ seen
         cross += seen.mT @ written
-    products = [heads.value[h // heads.groups] @ heads.output[h] for h in range(len(heads.query))]
-    first = torch.stack([products[a] + products[b] for a, b in pairs])
+    values = heads.value.repeat_interleave(heads.groups, 0)
+    first = torch.stack([values[a] @ heads.output[a] + values[b] @ heads.output[b] for a, b in pairs])
     kept = size if heads.biased[2] else size - 1
     gram, cross, first = gram[:, :kept, :kept], cross[:, :kept], first[:, :kept]
     gram, cross = gram + _ridge(gram), cross + _ridge(gram, of=first)
