@@ -28,8 +28,8 @@ from mgk.environment import environment
 from mgk.files import write_json
 from mgk.hf.convert import from_run
 from mgk.hf.halve import Texts, texts_of_run
-from mgk.merge.finetune import finetune, outputs
 from mgk.merge.merge import METHODS, merge_heads
+from mgk.merge.tuning import finetune, outputs
 from mgk.recipes import recipe
 from mgk.train import config as run_config
 from mgk.train import replace, train

@@ -1,9 +1,9 @@
-"""Half the heads for a model that was trained with softmax: merge its heads two by two, and tune it for a moment.
+"""Halve the heads of a model that was trained with softmax attention: merge them in pairs, then fine-tune briefly.
 
-The model, a small GPT-2, has learned to say a random word again. Merging is measured beside leaving out every second
-head; both are then tuned for a tenth of the steps.
+The model, a small GPT-2, learns to repeat a random sequence. Merging is compared with dropping every second head; both
+are then fine-tuned for a tenth of the steps.
 
-python examples/convert_softmax.py [STEPS]      (for your own: mgk convert --from MODEL --heads-to-mixtures --help)
+python examples/convert_softmax.py [STEPS]     (for your own model: mgk convert --from MODEL --heads-to-mixtures --help)
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LENGTH, TOKENS = 12, 32
 
 
 def batches(count: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Random words, each said twice; only the second time can be known."""
+    """Random sequences, each repeated once; only the repetition can be predicted and has labels."""
     draw = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        word = torch.randint(TOKENS, (64, LENGTH), generator=draw)
-        yield {"input_ids": torch.cat((word, word), 1), "labels": torch.cat((torch.full_like(word, -100), word), 1)}
+        part = torch.randint(TOKENS, (64, LENGTH), generator=draw)
+        yield {"input_ids": torch.cat((part, part), 1), "labels": torch.cat((torch.full_like(part, -100), part), 1)}
 
 
 def main(steps: int = 400) -> dict[str, float]:

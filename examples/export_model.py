@@ -1,12 +1,12 @@
 """Export a model with `torch.export`, and to ONNX where `onnx` and `onnxscript` are installed.
 
-What exports: every model and variant, with `impl="reference"`, at the shapes it was exported with; the ONNX program is
-run by ONNX's own reference evaluator and compared. What does not:
-- dynamic shapes: a model checks its inputs against each other, and an exported program keeps the numbers it saw;
-- memory linear in the length: the reference makes all weights of a head at once, (Nq,Nk);
+Every model and variant exports with `impl="reference"`, at fixed shapes. The ONNX program is run by ONNX's reference
+evaluator and compared. What does not export:
+- dynamic shapes: a model compares the shapes of its inputs, and an exported program keeps the sizes of the example;
+- memory linear in the length: the reference computes the full (Nq,Nk) weights of a head;
 - caches: an exported program computes all positions; decode with `generate()`;
-- the default implementation for the causal linear family, which looks at the range of its numbers on the way;
-- to ONNX, the Performer's feature map, a prior moved by M-steps and adaptive softmax have not been tried.
+- the default implementation of the causal linear family, whose control flow depends on the range of its inputs.
+Not tried with ONNX: the Performer's feature map, priors by M-steps, adaptive softmax.
 
 pip install onnx onnxscript    # for ONNX
 python examples/export_model.py
@@ -30,21 +30,21 @@ ONNX = importlib.util.find_spec("onnx") is not None and importlib.util.find_spec
 
 
 def export(model: nn.Module, inputs: Tensor, folder: Path) -> Tensor:
-    """Written, read again and run."""
+    """Export a model to a file, load the file and return the output of the loaded program."""
     torch.export.save(torch.export.export(model, (inputs,)), folder / "model.pt2")
     result: Tensor = torch.export.load(folder / "model.pt2").module()(inputs)
     return result
 
 
 def export_onnx(model: nn.Module, inputs: Tensor, folder: Path) -> Tensor:
-    """The same with ONNX."""
+    """Do the same with ONNX."""
     import onnx  # type: ignore[import-not-found]
     from onnx.reference import ReferenceEvaluator  # type: ignore[import-not-found]
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
+        warnings.simplefilter("ignore", FutureWarning)  # raised inside torch
         program = torch.onnx.export(model, (inputs,), dynamo=True, verbose=False, input_names=["inputs"])
-    assert program is not None  # with dynamo=True there is one
+    assert program is not None  # it is a program with dynamo=True
     program.save(str(folder / "model.onnx"))
     loaded = ReferenceEvaluator(onnx.load(folder / "model.onnx"))
     return torch.from_numpy(loaded.run(None, {"inputs": inputs.numpy()})[0])
@@ -52,7 +52,7 @@ def export_onnx(model: nn.Module, inputs: Tensor, folder: Path) -> Tensor:
 
 def main(attentions: tuple[str, ...] = ("softmax", "linear", "mgk", "smgk", "mlk", "smlk")) -> int:
     torch.manual_seed(0)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it names what else could be installed
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it lists optional packages
     tokens, pixels = torch.randint(1, 50, (2, 12)), torch.randn(2, 3, 8, 8)
     done = 0
     for attention in attentions:

@@ -1,6 +1,6 @@
-"""Fine-tune a text classifier with Transformers' own interface, save it, load it by Auto class, and ask it.
+"""Train a text classifier, save it, load it with the Auto classes of Transformers and classify a text.
 
-python examples/finetune_classifier.py          (`transformers.Trainer(model, ...)` works in the place of `finetune`)
+python examples/finetune_classifier.py          (`transformers.Trainer(model, ...)` works in place of `finetune`)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(steps: int = 150) -> float:
         batches.append({**inputs, "labels": labels[start : start + 32]})
     mgk.hf.finetune(model, batches[:-2], steps=steps, lr=2e-3)
 
-    with tempfile.TemporaryDirectory() as folder:  # or a name on the hub: model.push_to_hub("me/reviews")
+    with tempfile.TemporaryDirectory() as folder:  # or on the hub: model.push_to_hub("me/reviews")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         loaded = AutoModelForSequenceClassification.from_pretrained(folder)

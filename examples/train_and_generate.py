@@ -1,4 +1,4 @@
-"""Train a small language model on the bytes of a text, and let it write, with a cache of half the size.
+"""Train a small language model on the bytes of a text and generate from it, with a cache of half the size.
 
 python examples/train_and_generate.py [STEPS [FILE]]
 """
@@ -44,7 +44,7 @@ def main(steps: int = 400, path: Path = TEXT) -> str:
         while True:
             starts = torch.randint(len(tokens) - LENGTH, (BATCH,)).tolist()
             rows = torch.stack([tokens[start : start + LENGTH] for start in starts])
-            yield {"input_ids": rows, "labels": rows}  # the model shifts them itself
+            yield {"input_ids": rows, "labels": rows}  # the model shifts the labels
 
     losses = mgk.hf.finetune(model, batches(), steps=steps, lr=2e-3)
     print(f"{losses[0]:.2f} -> {losses[-1]:.2f} nats per byte after {steps} steps")
@@ -55,7 +55,7 @@ def main(steps: int = 400, path: Path = TEXT) -> str:
     )
     text = tokenizer.decode(written.sequences[0])
     print(text)
-    print(f"cache: {written.past_key_values.bytes:,} bytes; softmax with 4 heads would keep twice that")
+    print(f"cache: {written.past_key_values.bytes:,} bytes; softmax with 4 heads needs twice that")
     return text
 
 

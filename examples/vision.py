@@ -1,4 +1,4 @@
-"""Mixture keys in a vision transformer, beside softmax: shapes in noise, drawn on the spot.
+"""Compare a vision transformer with mixture keys to one with softmax attention, on images of shapes in noise.
 
 python examples/vision.py        (for Fashion-MNIST: mgk compare fashion-mnist --attentions softmax:4 smgk:2)
 """
@@ -16,7 +16,7 @@ SIDE, CLASSES = 16, 4
 
 
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A line across, a line down, a cross, or a square, somewhere in noise."""
+    """Images of a horizontal line, a vertical line, a cross or a square at a random place in noise."""
     draw = torch.Generator().manual_seed(seed)
     pixels = torch.randn(count, 1, SIDE, SIDE, generator=draw) * 0.5
     labels = torch.randint(CLASSES, (count,), generator=draw)
@@ -36,8 +36,8 @@ def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def main(steps: int = 200) -> dict[str, float]:
     pixels, labels = images(1024, 0)
-    seen, told = images(512, 1)
-    batches = [{"pixel_values": p, "labels": t} for p, t in zip(pixels.split(64), labels.split(64), strict=True)]
+    test_pixels, test_labels = images(512, 1)
+    batches = [{"pixel_values": p, "labels": y} for p, y in zip(pixels.split(64), labels.split(64), strict=True)]
     found = {}
     for attention, heads in (("softmax", 4), ("smgk", 2)):
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def main(steps: int = 200) -> dict[str, float]:
         )
         mgk.hf.finetune(model, batches, steps=steps, lr=2e-3)
         with torch.no_grad():
-            found[attention] = float((model.eval()(seen).logits.argmax(-1) == told).float().mean())
+            found[attention] = float((model.eval()(test_pixels).logits.argmax(-1) == test_labels).float().mean())
         print(f"{attention}, {heads} heads, {model.num_parameters():,} parameters: accuracy {found[attention]:.3f}")
     return found
 

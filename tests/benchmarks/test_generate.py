@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks import generate
-from mgk.hf.static import RoomCache
-from mgk.nn import KeyValueCache
+from mgk.hf.static import FixedShapeCache
 
 
 def test_it_measures_both_roads_and_compares_the_best(tmp_path: Path) -> None:
@@ -46,6 +45,7 @@ def test_the_best_road_of_each_counts_and_a_failed_one_does_not() -> None:
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = generate.make("sMGK soft", generate.TINY, "cpu")
     assert generate.check(model, "static") < 1e-5
-    monkeypatch.setattr(RoomCache, "append", lambda cache, key, value: KeyValueCache.append(cache, key, 2 * value))
+    append = FixedShapeCache.append
+    monkeypatch.setattr(FixedShapeCache, "append", lambda cache, key, value: append(cache, key, 2 * value))
     with pytest.raises(RuntimeError, match="a wrong result is not timed"):
         generate.check(model, "static")

@@ -1,4 +1,4 @@
-"""Small models of every kind, made on the spot, and models of Transformers to merge the heads of."""
+"""Small models of every kind, and small Transformers models for head merging."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def config(model: str, kind: str = "smgk", **options: Any) -> MGKConfig:
 
 
 def make(model: str, kind: str = "smgk", **options: Any) -> Any:
-    """In evaluation mode, with weights of the order of 1."""
+    """A model in evaluation mode with weights of the order of 1."""
     torch.manual_seed(sum(map(ord, model + kind)))
     return stirred(CLASSES[model](config(model, kind, **options)))
 
 
 def same_weights(one: Any, two: Any) -> bool:
-    """To the last bit. What they compute may differ by rounding: weights read from a file lie elsewhere in memory."""
+    """Whether weights are bit-identical. Outputs may differ by rounding: loaded weights have another alignment."""
     first, second = one.state_dict(), two.state_dict()
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @torch.no_grad()
 def stirred(model: Any) -> Any:
-    """Weights that are not the initial ones: those would make all tokens and all heads much alike."""
+    """Replace the initial weights, with which all tokens and all heads would be much alike."""
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -69,7 +69,7 @@ def stirred(model: Any) -> Any:
 
 
 def inputs(model: str, size: int = 2) -> dict[str, Tensor]:
-    """As a tokenizer or an image processor gives them, some of it padded on the right."""
+    """Inputs as from a tokenizer or an image processor, with some padding on the right."""
     label = torch.arange(size) % 3
     generator = torch.Generator().manual_seed(0)
     if model == "vision":
@@ -96,7 +96,7 @@ FOREIGN: dict[str, tuple[Any, Any]] = {
 
 
 def foreign(name: str) -> tuple[Any, dict[str, Tensor]]:
-    """A model of Transformers in float64 without dropout, and a batch for it, padded on the left."""
+    """A Transformers model in float64 without dropout, and a batch for it, padded on the left."""
     kind, settings = FOREIGN[name]
     torch.manual_seed(sum(map(ord, name)))
     model = stirred(kind(settings)).double()

@@ -1,9 +1,7 @@
-"""What Transformers expects of every model, from its own common tests: those that say something about these models.
+"""What Transformers expects of every model: those of its common tests that apply to these models.
 
-Its test files are not part of its package; docs/huggingface.md says what became of them when they were run.
+The Transformers package does not contain its tests; docs/huggingface.md has the results of running them.
 """
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
 
 from __future__ import annotations
 
@@ -30,18 +28,18 @@ def without_labels(model: str, size: int = 2) -> dict[str, Any]:
 
 
 @every_kind
-def test_a_row_of_a_batch_is_what_it_is_alone(kind: str) -> None:
+def test_a_row_does_not_depend_on_the_batch(kind: str) -> None:
     for model in ("classifier", "language"):
         made, batch = make(model, kind), without_labels(model, 3)
         together = made(**batch).logits
-        assert torch.equal(together, made(**batch).logits)  # nothing is drawn in evaluation
+        assert torch.equal(together, made(**batch).logits)  # evaluation is deterministic
         for row in range(3):
             alone = made(**{name: value[row : row + 1] for name, value in batch.items()}).logits
             torch.testing.assert_close(alone, together[row : row + 1], rtol=1e-5, atol=1e-5)
 
 
 @every_model
-def test_tuples_are_the_named_outputs_in_order(model: str) -> None:
+def test_tuples_equal_the_named_outputs(model: str) -> None:
     made, batch = make(model), inputs(model)
     named = made(**batch, output_hidden_states=True)
     unnamed = made(**batch, output_hidden_states=True, return_dict=False)
@@ -50,7 +48,7 @@ def test_tuples_are_the_named_outputs_in_order(model: str) -> None:
 
 
 @every_model
-def test_hidden_states_of_every_layer_with_their_gradients(model: str) -> None:
+def test_hidden_states_have_gradients(model: str) -> None:
     made, batch = make(model), inputs(model)
     found = made(**batch, output_hidden_states=True)
     places = {"vision": (2, 16), "matcher": (4, 9)}.get(model, (2, 9))  # a matcher reads both documents of both pairs
@@ -74,7 +72,7 @@ def test_loaded_in_half_precision(model: str, tmp_path: Path) -> None:
     assert (half(**batch).logits.float() - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-def test_another_number_of_classes_keeps_all_but_the_last_matrix(tmp_path: Path) -> None:
+def test_another_number_of_classes_keeps_all_other_weights(tmp_path: Path) -> None:
     made = make("classifier")
     made.save_pretrained(tmp_path)
     loaded = CLASSES["classifier"].from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
@@ -100,8 +98,8 @@ def test_the_softmax_is_tied_to_the_embedding_in_memory_and_in_the_file(tmp_path
     torch.testing.assert_close(loaded(tokens).logits, hidden @ table.weight.mT + loaded.mgk.output.bias)
 
 
-def test_targets_that_are_shifted_already_replace_labels() -> None:
-    """Parts of a sequence, each with the target of its last token, add up to the whole."""
+def test_shift_labels_replace_labels() -> None:
+    """`shift_labels` are the targets themselves, and take precedence over `labels`."""
     made, tokens = make("language"), without_labels("language")["input_ids"]
     whole = made(tokens, labels=tokens).loss
     shifted = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE)
@@ -112,7 +110,7 @@ def test_targets_that_are_shifted_already_replace_labels() -> None:
 
 @every_model
 def test_frozen_embeddings_and_gradients_of_inputs(model: str) -> None:
-    """What adapters do: weights frozen, gradients asked of what the embedding puts out, layers recomputed."""
+    """As with adapters: frozen weights, gradients of the embedding's output, gradient checkpointing."""
     made, batch = make(model).train(), inputs(model)
     for parameter in made.parameters():
         parameter.requires_grad_(False)
@@ -131,8 +129,8 @@ def test_frozen_embeddings_and_gradients_of_inputs(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["classifier", "language", "vision"])
-def test_it_exports(model: str) -> None:
-    """As one graph of PyTorch's operators, at the shapes of the example (examples/export_model.py says the rest)."""
+def test_models_export(model: str) -> None:
+    """To one graph of PyTorch operators, at the shapes of the example; see examples/export_model.py for the limits."""
     made, batch = make(model, "mgk", impl="reference"), without_labels(model)
     if model == "classifier":
         del batch["attention_mask"]

@@ -1,4 +1,4 @@
-"""One configuration for all models, which loses nothing and swallows no typo."""
+"""`MGKConfig` keeps every field of a model's configuration and rejects unknown ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.common import KINDS
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_brings_back_the_same_model(model: str, kind: str, tmp_path: Path) -> None:
+def test_a_saved_configuration_gives_the_same_model(model: str, kind: str, tmp_path: Path) -> None:
     expected = config(model, kind)
     expected.save_pretrained(tmp_path)
     found = AutoConfig.from_pretrained(tmp_path)
@@ -27,7 +27,7 @@ def test_a_file_brings_back_the_same_model(model: str, kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_defaults_are_those_of_the_models(model: str, tmp_path: Path) -> None:
-    """Also through a file: a field that equals another kind's default must be written."""
+    """Also after saving: a field that equals the default of another kind must be written."""
     expected = MODELS[model]()
     found = MGKConfig(kind=model)
     assert found.to_model() == expected
@@ -36,7 +36,7 @@ def test_the_defaults_are_those_of_the_models(model: str, tmp_path: Path) -> Non
     assert MGKConfig.from_pretrained(tmp_path).to_model() == changed
 
 
-def test_names_of_transformers_are_the_same_fields() -> None:
+def test_names_of_transformers_are_aliases() -> None:
     given: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 3, "vocab_size": 99}
     labels: dict[str, Any] = {"num_labels": 7, "max_position_embeddings": 11}
     made: Any = MGKConfig(**given, **labels)
@@ -57,6 +57,6 @@ def test_names_of_transformers_are_the_same_fields() -> None:
         ({"attention": "flash"}, "attention: expected one of"),
     ],
 )
-def test_a_wrong_field_is_named(given: dict[str, Any], message: str) -> None:
+def test_a_wrong_field_is_an_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         MGKConfig(**given)

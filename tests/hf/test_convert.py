@@ -1,6 +1,4 @@
-"""A run and a folder of Transformers hold the same things, and the commands that go between them."""
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
+"""Conversion between runs and Transformers folders, and the commands for it."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def same_runs(one: Path, two: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", ["enwik8", "wikitext2", "lra-text"])
-def test_there_and_back_without_loss(runs: dict[str, Path], name: str, tmp_path: Path) -> None:
+def test_converting_and_back_is_lossless(runs: dict[str, Path], name: str, tmp_path: Path) -> None:
     root = runs[name]
     folder = run_to_hf(root / "run", tmp_path / "hf", data_root=root, state=True)
     back = hf_to_run(folder, tmp_path / "back")
@@ -58,8 +56,8 @@ def test_there_and_back_without_loss(runs: dict[str, Path], name: str, tmp_path:
     assert {**before, "run": ""} == {**after, "run": ""}
 
 
-def test_a_run_goes_on_after_the_way_back(tmp_path: Path) -> None:
-    """With the optimiser's state, exactly as it would have gone on without."""
+def test_a_run_resumes_after_converting_back(tmp_path: Path) -> None:
+    """With the optimiser's state, a resumed run ends with the weights of one that was not interrupted."""
     settings = replace(small("lra-text", tmp_path / "data"), **SHORT, optimiser__schedule="constant")
     options: dict[str, Any] = {"data_root": tmp_path / "data"}
     train(settings, tmp_path / "whole", **options)
@@ -73,7 +71,7 @@ def test_a_run_goes_on_after_the_way_back(tmp_path: Path) -> None:
     assert filecmp.cmp(tmp_path / "whole/last/model.safetensors", back / "last/model.safetensors", shallow=False)
 
 
-def test_a_run_that_came_back_without_its_state_says_so(tmp_path: Path) -> None:
+def test_resuming_without_the_state_is_an_error(tmp_path: Path) -> None:
     settings = replace(small("lra-text", tmp_path / "data"), **SHORT)
     train(settings, tmp_path / "run", data_root=tmp_path / "data")
     back = hf_to_run(run_to_hf(tmp_path / "run", tmp_path / "hf"), tmp_path / "back")
@@ -82,7 +80,7 @@ def test_a_run_that_came_back_without_its_state_says_so(tmp_path: Path) -> None:
         train(settings, back, resume=True, data_root=tmp_path / "data")
 
 
-def test_transformers_reads_text_as_the_run_did(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_tokenizer_gives_the_tokens_of_the_data_set(runs: dict[str, Path], tmp_path: Path) -> None:
     for name in ("enwik8", "wikitext2"):
         run_to_hf(runs[name] / "run", tmp_path / name, data_root=runs[name])
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
@@ -102,7 +100,7 @@ def test_transformers_reads_text_as_the_run_did(runs: dict[str, Path], tmp_path:
         torch.testing.assert_close(model(given).logits, plain(given))
 
 
-def test_a_byte_tokenizer_knows_every_byte() -> None:
+def test_the_byte_tokenizer() -> None:
     text = "é\t√ 🙂\n"
     assert byte_tokenizer(0)(text)["input_ids"] == list(text.encode())
     padded = byte_tokenizer(1)
@@ -139,19 +137,20 @@ def _parsed(options: tuple[str, ...]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def test_the_card_is_the_runs_own_record(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_card_shows_the_record_of_the_run(runs: dict[str, Path], tmp_path: Path) -> None:
     run_to_hf(runs["lra-text"] / "run", tmp_path / "hf")
     card = (tmp_path / "hf/README.md").read_text()
     result = json.loads((runs["lra-text"] / "run/result.json").read_text())
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-classification\n")
-    assert f"| test | {result['test']['loss']:.4f} | {result['test']['accuracy']:.4f} |" in card
+    row = f"| test | {result['test']['loss']:.4f} | {result['test']['accuracy']:.4f} |"
+    assert row in " ".join(card.split())  # columns are aligned with spaces
     assert f"{result['parameters']:,} parameters" in card
     assert "AutoModelForSequenceClassification.from_pretrained" in card
     assert str(tmp_path) not in card
-    assert not (tmp_path / "hf/tokenizer.json").exists()  # its data is not in the usual place, so no one knows
+    assert not (tmp_path / "hf/tokenizer.json").exists()  # its data set is not in the default folder
 
 
-def test_a_model_from_elsewhere_becomes_a_run(tmp_path: Path) -> None:
+def test_a_model_without_a_record_becomes_a_run(tmp_path: Path) -> None:
     make("classifier").save_pretrained(tmp_path / "hf")
     with pytest.raises(ValueError, match="data: expected the name of a data set"):
         hf_to_run(tmp_path / "hf", tmp_path / "run")
@@ -174,7 +173,7 @@ def test_the_command_generates(runs: dict[str, Path], tmp_path: Path, capsys: py
     for folder in (root / "run", root / "run", tmp_path / "hf"):
         generate(folder, **options, sample=folder.name == "run")
         shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]  # the seed decides
+    assert shown[0] == shown[1]  # same seed
     assert all(text.endswith("\n") and len(text) > 1 for text in shown)
     generate(root / "run", **options, beams=2, sample=False)
     generate(runs["wikitext2"] / "run", **options | {"prompt": "the License", "data_root": runs["wikitext2"]})
@@ -190,7 +189,7 @@ def test_the_command_generates(runs: dict[str, Path], tmp_path: Path, capsys: py
             generate(root / "run", **options | {name: value})
 
 
-def test_the_command_converts_there_and_back(
+def test_the_command_converts_in_both_directions(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = runs["enwik8"]
@@ -215,7 +214,7 @@ def test_the_command_halves_the_heads_of_a_run(
     assert AutoTokenizer.from_pretrained(out)("a")["input_ids"] == [97]
 
 
-def test_the_command_halves_the_heads_of_a_model_of_transformers(tmp_path: Path) -> None:
+def test_the_command_halves_the_heads_of_a_transformers_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     settings = foreign("gpt2")[0].config
     settings.vocab_size = 257
@@ -239,8 +238,8 @@ def test_the_command_halves_the_heads_of_a_model_of_transformers(tmp_path: Path)
         generate(tmp_path / "half", prompt="Lic", tokens=30, device="cpu")
 
 
-def test_the_command_line_has_the_options_it_promises(tmp_path: Path) -> None:
-    """As cli.py parses them: `--from`, not `--from-`."""
+def test_the_command_line_options(tmp_path: Path) -> None:
+    """tyro parses `--from`, not `--from-`."""
     seen: list[tuple[Any, ...]] = []
 
     @functools.wraps(convert)
@@ -258,7 +257,7 @@ def test_the_command_line_has_the_options_it_promises(tmp_path: Path) -> None:
     )
 
 
-def test_a_wrong_command_is_told(tmp_path: Path) -> None:
+def test_a_wrong_command_is_an_error(tmp_path: Path) -> None:
     for paths, options, message in (
         ((tmp_path,), {}, "PATHS: expected what to convert and the folder to write, got 1"),
         ((tmp_path, tmp_path), {"from_": "x"}, "PATHS: expected the folder to write, got 2"),

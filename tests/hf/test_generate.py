@@ -1,6 +1,4 @@
-"""`generate()` with a cache gives what it gives without, for every variant and way of decoding."""
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
+"""`generate()` gives the same tokens with and without a cache, for every variant and decoding method."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from mgk.variants import LINEAR
 from tests.hf.common import make
 from tests.models.common import KINDS
 
-# Every variant, and what else a step reads: a prior per position, a drawn feature map. Steps of the others are tested
-# in tests/models.
+# Every variant, with a prior per position and a random feature map. tests/models tests the steps of the others.
 SOME = ("softmax", "mgk", "mgk-hard", "smgk", "smgk-positions", "linear", "mlk", "smlk", "smlk-favor")
 every_kind = pytest.mark.parametrize("kind", SOME)
 GROWING = [kind for kind in SOME if KINDS[kind]["attention"] not in LINEAR]
@@ -32,12 +29,12 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "beams": ("modern", {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}),
 }
 NEW = 5
-# Cached and uncached logits are float32 sums in another order; those of different tokens here differ by much more.
+# Cached and uncached logits are float32 sums in another order; logits of different tokens differ by much more.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def prompts(kind: str = "smgk") -> tuple[Tensor, Tensor]:
-    """Two prompts, the first shorter and padded on the left, unless priors go by position."""
+    """Two prompts; the first is shorter and padded on the left, except with a prior per position."""
     tokens = torch.randint(1, 20, (2, 6), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[0, :3] = kind == "smgk-positions"
@@ -47,7 +44,7 @@ def prompts(kind: str = "smgk") -> tuple[Tensor, Tensor]:
 def generate(model: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
     mask = torch.ones_like(tokens) if mask is None else mask
-    # Small models repeat one token for ever, which would hide a wrong step: no token comes twice.
+    # Small models repeat one token, which would hide a wrong step: forbid repetitions.
     given: dict[str, Any] = {
         "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False, "no_repeat_ngram_size": 1, "suppress_tokens": [0],
     }  # fmt: skip
@@ -67,8 +64,8 @@ def test_a_cache_changes_nothing(kind: str, way: str) -> None:
 @every_kind
 def test_padding_on_the_left_changes_nothing(kind: str) -> None:
     model, (tokens, mask) = make("language", kind), prompts()
-    if kind == "smgk-positions":  # the prior of a column is one for all rows
-        with pytest.raises(ValueError, match=r"^attention_mask: expected padding behind the tokens"):
+    if kind == "smgk-positions":  # all rows share the prior of a position
+        with pytest.raises(ValueError, match=r"^attention_mask: expected padding on the right"):
             generate(model, tokens, mask)
         return
     together = generate(model, tokens, mask)
@@ -77,8 +74,8 @@ def test_padding_on_the_left_changes_nothing(kind: str) -> None:
 
 
 @every_kind
-def test_tokens_several_at_a_time(kind: str) -> None:
-    """A prompt in parts, then a conversation that goes on with the cache it got."""
+def test_a_prompt_in_parts(kind: str) -> None:
+    """First with `forward`, then with two calls of `generate()` that share a cache."""
     model, tokens = make("language", kind), prompts()[0][1:]
     with torch.no_grad():
         expected = model(tokens).logits
@@ -93,7 +90,7 @@ def test_tokens_several_at_a_time(kind: str) -> None:
 
 
 @every_kind
-def test_static_room_is_reserved_at_once(kind: str) -> None:
+def test_a_static_cache_is_allocated_at_once(kind: str) -> None:
     model, (tokens, mask) = make("language", kind), prompts(kind)
     found = generate(model, tokens, mask, cache_implementation="static", return_dict_in_generate=True)
     assert torch.equal(found.sequences, generate(model, tokens, mask))
@@ -119,12 +116,12 @@ def test_the_linear_family_decodes_in_constant_memory(kind: str) -> None:
     short, long = (found[n].past_key_values for n in (1, 12))
     assert short.bytes == long.bytes > 0
     assert long.get_seq_length() == tokens.shape[1] + 11
-    with pytest.raises(ValueError, match="cannot go back"):
+    with pytest.raises(ValueError, match="cannot remove tokens"):
         generate(model, tokens, prompt_lookup_num_tokens=3)
 
 
-def test_half_the_heads_of_smgk_keep_half_the_cache() -> None:
-    """With one key per position, whatever the number of components."""
+def test_smgk_with_half_the_heads_has_half_the_cache() -> None:
+    """It stores one key per position for any number of components."""
     tokens = prompts()[0][1:]
     sizes = [
         generate(make("language", kind, heads=heads), tokens, return_dict_in_generate=True).past_key_values.bytes
@@ -133,7 +130,7 @@ def test_half_the_heads_of_smgk_keep_half_the_cache() -> None:
     assert sizes[0] == 2 * sizes[1]
 
 
-def test_a_cache_that_does_not_fit_is_an_error() -> None:
+def test_an_unsupported_cache_is_an_error() -> None:
     model, tokens = make("language"), prompts()[0]
     filled = DynamicCache()
     filled.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
@@ -145,7 +142,7 @@ def test_a_cache_that_does_not_fit_is_an_error() -> None:
         generate(model, tokens, cache_implementation="offloaded")
 
 
-def test_a_cache_can_be_cropped_repeated_chosen_from_and_emptied() -> None:
+def test_crop_repeat_select_and_reset() -> None:
     model, tokens = make("language", "mgk"), prompts()[0]
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values

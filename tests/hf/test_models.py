@@ -1,4 +1,4 @@
-"""The models of `mgk.models` behind the interface of Transformers: the same function, saved, loaded and trained."""
+"""The Transformers model classes compute the same as `mgk.models`, and can be saved, loaded and trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ every_model = pytest.mark.parametrize("model", MODELS)
 
 
 @every_model
-def test_the_function_is_that_of_mgk_models(model: str) -> None:
+def test_outputs_equal_those_of_mgk_models(model: str) -> None:
     wrapped, batch = make(model), inputs(model)
     plain = build(wrapped.config.to_model()).eval()
     plain.load_state_dict(wrapped.mgk.state_dict())
@@ -54,12 +54,12 @@ def test_saved_in_shards_and_loaded_by_auto_class(model: str, kind: str, tmp_pat
     before, after = made(**batch), loaded(**batch)
     assert same_weights(made, loaded)
     torch.testing.assert_close(before.logits, after.logits)
-    torch.testing.assert_close(before.loss, after.loss)  # an adaptive softmax has a buffer that no file holds
+    torch.testing.assert_close(before.loss, after.loss)  # an adaptive softmax has a buffer that is not saved
 
 
 @every_model
 def test_embeddings_of_a_saved_model(model: str, tmp_path: Path) -> None:
-    """The base model reads the file of any task, and its last hidden state is what the head reads."""
+    """The base model loads the file of any task, and its last hidden state is the input of the head."""
     made = make(model)
     made.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path)
@@ -109,7 +109,7 @@ def test_gradient_checkpointing_changes_no_gradient(model: str, kind: str) -> No
     for enable in (False, True):
         with torch.no_grad():
             for name, buffer in made.named_buffers():
-                buffer.copy_(prior[name])  # an M-step moved it
+                buffer.copy_(prior[name])  # an M-step changed it
         made.zero_grad()
         if enable:
             made.gradient_checkpointing_enable()
@@ -122,7 +122,7 @@ def test_gradient_checkpointing_changes_no_gradient(model: str, kind: str) -> No
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_training_never_makes_all_logits_and_counts_what_it_is_told() -> None:
+def test_training_returns_no_logits_and_divides_by_num_items() -> None:
     made, batch = make("language").train(), inputs("language")
     found = made(**batch)
     assert found.logits is None
@@ -152,8 +152,8 @@ def test_other_losses_of_a_classifier(problem: Any, labels: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("classes", "labels"), [(1, torch.rand(2)), (1, torch.rand(2, 1)), (3, torch.rand(2, 3))])
-def test_a_loss_for_the_labels_that_come(classes: int, labels: Tensor) -> None:
-    """As Transformers has it: one class is a regression, labels that are no integers are several at a time."""
+def test_the_loss_follows_the_labels(classes: int, labels: Tensor) -> None:
+    """As in Transformers: one class is a regression, float labels are a multi-label problem."""
     made, batch = make("classifier", classes=classes), inputs("classifier")
     logits = made(**batch | {"labels": None}).logits
     functions = torch.nn.functional.mse_loss, torch.nn.functional.binary_cross_entropy_with_logits
@@ -186,7 +186,7 @@ def test_embeddings_can_be_resized() -> None:
     assert made(tokens, labels=tokens).loss.isfinite()
     with pytest.raises(ValueError, match="plain softmax"):
         make("language").resize_token_embeddings(23)
-    few = make("language", cutoffs=(22, 40))  # beyond the vocabulary: the softmax is plain
+    few = make("language", cutoffs=(22, 40))  # above the vocabulary: the softmax is plain
     few.resize_token_embeddings(23)
     assert few(tokens).logits.shape[-1] == 23
 
@@ -199,7 +199,7 @@ def test_a_wrong_call_is_an_error() -> None:
         made(tokens, output_attentions=True)
     with pytest.raises(ValueError, match="labels: expected None with a cache"):
         made(tokens, labels=tokens, use_cache=True)
-    made(tokens, inputs_embeds=None)  # adapters pass on what they know
+    made(tokens, inputs_embeds=None)  # as PEFT adapters do
     with pytest.raises(ValueError, match=r"^attention_mask: expected shape \(2, 9\), got \(2, 5\)"):
         made(tokens, attention_mask=torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"^tokens: expected numbers from 0 to 19, got 1 to 20"):
@@ -219,7 +219,7 @@ def test_a_wrong_call_is_an_error() -> None:
         MGKForCausalLM(MGKConfig(kind="vision"))
 
 
-def test_damaged_weights_are_one_clear_error(tmp_path: Path) -> None:
+def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
     make("classifier").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -228,7 +228,7 @@ def test_damaged_weights_are_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_loading_runs_no_code(tmp_path: Path) -> None:
-    """A pickle is not even opened, and code named in the configuration is not run."""
+    """A pickle is not opened, and code named in the configuration is not run."""
     make("classifier").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):

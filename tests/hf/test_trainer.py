@@ -1,4 +1,4 @@
-"""Transformers' own Trainer: it trains every kind of model, saves, resumes and evaluates."""
+"""Transformers' `Trainer` trains, saves, resumes and evaluates every kind of model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mgk.train.config import MODELS
 from tests.hf.common import foreign, inputs, make, same_weights
 from tests.models.common import KINDS
 
-pytest.importorskip("accelerate")  # which Trainer needs
+pytest.importorskip("accelerate")  # needed by Trainer
 pytestmark = [  # of accelerate, on machines without a GPU
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
 ]
 EM: dict[str, Any] = {"prior": "em"}
-# Every attention, soft and hard, with priors by descent and by M-steps.
+# Every attention, soft and hard, with learned priors and priors by M-steps.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in KINDS if kind != "smgk-em"},
     "mgk-em": ("mgk", EM),
@@ -46,7 +46,7 @@ def trainer(model: str, out: Path, kind: str = "smgk", fields: dict[str, Any] | 
     ("model", "kind"),
     [("classifier", "smgk"), ("matcher", "mgk"), ("language", "smgk-em"), ("language", "mlk"), ("vision", "softmax")],
 )
-def test_it_trains(model: str, kind: str, tmp_path: Path) -> None:
+def test_training_lowers_the_loss(model: str, kind: str, tmp_path: Path) -> None:
     made = trainer(model, tmp_path, kind, gradient_checkpointing=True, gradient_accumulation_steps=2)
     before = made.evaluate()["eval_loss"]
     made.train()
@@ -54,7 +54,7 @@ def test_it_trains(model: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_accumulated_gradients_are_those_of_the_whole_batch(model: str, tmp_path: Path) -> None:
+def test_accumulated_gradients_equal_those_of_the_full_batch(model: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
     moved = []
     for size in (8, 2):
@@ -83,8 +83,8 @@ def test_smoothed_labels_are_shifted(merged: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("model", ["classifier", "language"])
-def test_it_resumes_where_it_stopped(model: str, name: str, tmp_path: Path) -> None:
-    """With dropout, whose random numbers are in the checkpoint, and to the last bit: parameters, priors, optimiser."""
+def test_a_resumed_training_is_bit_identical(model: str, name: str, tmp_path: Path) -> None:
+    """With dropout, whose random state is in the checkpoint: parameters, priors and optimiser are restored."""
     kind, fields = VARIANTS[name]
     fields = fields | {"dropout": 0.2}
     whole = trainer(model, tmp_path / "whole", kind, fields)
@@ -104,7 +104,7 @@ def test_it_resumes_where_it_stopped(model: str, name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["softmax", "smgk"])
-def test_a_checkpoint_is_a_model(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_loaded_as_a_model(kind: str, tmp_path: Path) -> None:
     made = trainer("classifier", tmp_path, kind)
     made.train()
     model: Any = made.model

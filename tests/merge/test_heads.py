@@ -1,4 +1,4 @@
-"""The least-squares problems of head merging, each against what defines its answer."""
+"""The least-squares problems of head merging, each checked against the definition of its solution."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(rotary: bool, seed: int = 9) -> Sample:
 
 
 def scores(merged: Mixture, given: Sample, scale: float) -> Tensor:
-    """Of both components with their priors, (2,B,N,N), for one merged head."""
+    """Scores of both components of one merged head with their priors, (2,B,N,N)."""
     parts = [maths._scores(merged.query, merged.key[0, r], given, scale)[0] for r in range(2)]
     return torch.stack(parts) + merged.log_prior[0, :, None, None, None]
 
@@ -42,12 +42,12 @@ def scores(merged: Mixture, given: Sample, scale: float) -> Tensor:
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_the_shared_query_is_the_nearest_of_its_rank(rotary: bool, groups: int) -> None:
-    """Eckart and Young: what is lost is what the discarded singular values hold, here with the identity for metric."""
+    """Eckart and Young: the error is that of the discarded singular values, here with the identity as metric."""
     query, key = normal(groups, 2, E + 1, D), normal(2, E + 1, D, seed=1)
     identity = (torch.eye(E + 1, dtype=torch.float64),) * 2
     new_query, new_key = maths._shared_query(query, key, identity, identity, rotary)
 
-    def whole(q: Tensor, k: Tensor) -> Tensor:
+    def full(q: Tensor, k: Tensor) -> Tensor:
         """The matrices of all planes (or the one of the head), (P,G*F,2F), of query (G,2,F,D) and key (2,F,D)."""
         if rotary:
             q = torch.complex(q[..., : D // 2], -q[..., D // 2 :])
@@ -57,7 +57,7 @@ def test_the_shared_query_is_the_nearest_of_its_rank(rotary: bool, groups: int) 
             pairs = torch.einsum("grfd,red->gfre", q, k)[None]
         return pairs.flatten(3, 4).flatten(1, 2)
 
-    wanted, found = whole(query, key), whole(new_query[:, None].expand(-1, 2, -1, -1), new_key)
+    wanted, found = full(query, key), full(new_query[:, None].expand(-1, 2, -1, -1), new_key)
     singular = torch.linalg.svdvals(wanted)
     lost = singular[:, 1 if rotary else D :].square().sum()
     torch.testing.assert_close((wanted - found).abs().square().sum(), lost)
@@ -67,7 +67,7 @@ def test_the_shared_query_is_the_nearest_of_its_rank(rotary: bool, groups: int) 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
 def test_the_components_have_the_shares_of_their_heads(biased: bool, rotary: bool) -> None:
-    """Mean over the positions of log w_a / w_b is the log of the ratio of what the heads write."""
+    """The mean over the positions of log w_a / w_b is the log ratio of the energies of the heads' outputs."""
     given, old = sample(rotary), layer(biased)
     old = Projections(
         old.query, old.key, old.value, old.output * torch.tensor([2.0, 1.0])[:, None, None], old.scale, old.biased
@@ -77,7 +77,7 @@ def test_the_components_have_the_shares_of_their_heads(biased: bool, rotary: boo
     energy = [(weights[h] @ given.x @ old.value[h] @ old.output[h])[given.real].square().sum() for h in range(2)]
     sums = scores(merged, given, old.scale).logsumexp(-1)[:, given.real]
     torch.testing.assert_close((sums[0] - sums[1]).mean(), (energy[0] / energy[1]).log(), rtol=1e-9, atol=1e-9)
-    if biased and not rotary:  # and the biases take away what is linear in the query
+    if biased and not rotary:  # and the biases remove the part that is linear in the query
         query = (given.x @ merged.query[0])[given.real]
         query = query - query.mean(0)
         rest = sums[0] - sums[1] - (sums[0] - sums[1]).mean()
@@ -105,7 +105,7 @@ def test_values_and_outputs_are_the_best_of_their_rank(biased: bool) -> None:
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 4)])
 def test_outputs_of_all_heads_are_fitted_together(heads: int, key_heads: int) -> None:
-    """Normal equations: what is left over is orthogonal to all that the merged heads see, up to the small ridge."""
+    """Normal equations: the residual is orthogonal to the inputs of the outputs, up to the small ridge."""
     given, old = sample(False), layer(True, heads, key_heads)
     merged = merge(old, [given])
     weights, share = attention(old, given), heads // key_heads
@@ -121,7 +121,7 @@ def test_outputs_of_all_heads_are_fitted_together(heads: int, key_heads: int) ->
     rows = torch.cat(seen, -1)
     left = target - rows @ merged.output.flatten(0, 1)
     assert (rows.mT @ left).norm() < 1e-2 * rows.norm() * left.norm()
-    assert left.norm() > 0.1 * torch.as_tensor(target).norm()  # half the heads cannot write it all
+    assert left.norm() > 0.1 * torch.as_tensor(target).norm()  # half the heads cannot reproduce all of it
 
 
 def test_equal_heads_have_affinity_one_and_disjoint_ones_none() -> None:

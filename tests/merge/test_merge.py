@@ -1,11 +1,8 @@
-"""Two heads made one: exact where they are the same, better than leaving one out where they are not."""
-# mypy: disallow-untyped-calls=False
-# Transformers is typed in part.
+"""Head merging is exact for equal heads, and better than dropping heads for others."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,9 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config, T5Model
 
-from mgk.hf import finetune, mean_loss, merge_heads
-from mgk.hf.models import MGKPreTrainedModel
-from mgk.merge.foreign import layers_of
+from mgk.merge import finetune, mean_loss, merge_heads, tuning
 from mgk.merge.heads import pair_groups
-from mgk.nn import MixtureAttention
+from mgk.merge.layers import layers_of
 from tests.hf.common import FOREIGN, foreign, inputs, make, same_weights
 
 OWN: dict[str, dict[str, Any]] = {
@@ -30,7 +25,6 @@ OWN: dict[str, dict[str, Any]] = {
 }
 # Sums of a few hundred products of float64 numbers of the order of 1, through two layers.
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
-PARTS = ("query_proj", "key_proj", "value_proj")
 
 
 def own(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -43,15 +37,12 @@ def own(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def projections(model: Any) -> list[list[tuple[Tensor, Tensor | None]]]:
     """Weights (in,out) and biases of query, key and value of every layer."""
-    if isinstance(model, MGKPreTrainedModel):
-        modules = [module for module in model.modules() if isinstance(module, MixtureAttention)]
-        return [[(getattr(m, part).weight.mT, getattr(m, part).bias) for part in PARTS] for m in modules]
     return [layer.weights()[:3] for layer in layers_of(model)]
 
 
 @torch.no_grad()
 def twin(model: Any) -> None:
-    """Let the second half of the heads be the first once more; their outputs stay different."""
+    """Make the second half of the heads equal to the first, except for their outputs."""
     for layer in projections(model):
         for weight, bias in layer:
             half = weight.shape[1] // 2
@@ -62,7 +53,7 @@ def twin(model: Any) -> None:
 
 @torch.no_grad()
 def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """At real positions."""
+    """Logits at real positions."""
     found = model(**batch).logits
     return found[batch["attention_mask"].bool()] if found.dim() == 3 and "attention_mask" in batch else found  # type: ignore[no-any-return]
 
@@ -76,14 +67,14 @@ def test_merging_equal_heads_changes_nothing(name: str) -> None:
     half = len(report.pairs[0])
     assert all(pairs == [(i, i + half) for i in range(half)] for pairs in report.pairs)
     assert report.affinity == pytest.approx([1, 1])
-    # Other inputs than those it was calibrated on: it is the same function, not the same on a few points.
+    # Also on inputs that it was not calibrated on.
     other = {n: x.roll(1, -1) if n == "input_ids" else -x if n == "pixel_values" else x for n, x in batch.items()}
     torch.testing.assert_close(logits(small, other), logits(model, other), **EXACT)
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_merging_equal_heads_into_gaussians_is_exact_in_the_limit(name: str) -> None:
-    """Of small keys: the Gaussian's |k|^2 term, and so the error, has the square of their scale."""
+def test_merging_equal_heads_into_gaussians_is_exact_for_small_keys(name: str) -> None:
+    """The Gaussian's |k|^2 term, and so the error, falls with the square of the key scale."""
     model, batch = own(name)
     twin(model)
     expected = logits(model, batch)
@@ -97,7 +88,7 @@ def test_merging_equal_heads_into_gaussians_is_exact_in_the_limit(name: str) -> 
 
 
 @pytest.mark.parametrize("name", [*FOREIGN, *OWN])
-def test_merging_is_nearer_than_dropping(name: str) -> None:
+def test_merging_is_more_accurate_than_dropping(name: str) -> None:
     model, batch = own(name) if name in OWN else foreign(name)
     expected = logits(model, batch)
     near, far = (
@@ -108,11 +99,11 @@ def test_merging_is_nearer_than_dropping(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-grouped", "language"])
-def test_the_report_counts_what_is_there(name: str) -> None:
+def test_the_report_counts_parameters_and_cache(name: str) -> None:
     model, batch = own(name) if name in OWN else foreign(name)
     before = {n: x.clone() for n, x in model.state_dict().items()}
     small, report = merge_heads(model, [batch])
-    assert all(torch.equal(before[n], x) for n, x in model.state_dict().items())  # the old model stays as it was
+    assert all(torch.equal(before[n], x) for n, x in model.state_dict().items())  # the original model is not changed
     assert report.parameters == tuple(sum(p.numel() for p in m.parameters()) for m in (model, small))
     assert report.parameters[1] < report.parameters[0]
     with torch.no_grad():
@@ -140,7 +131,7 @@ def test_a_merged_model_generates_with_its_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "language"])
-def test_a_merged_model_keeps_how_it_generates(name: str) -> None:
+def test_a_merged_model_keeps_its_generation_config(name: str) -> None:
     model, batch = own(name) if name in OWN else foreign(name)
     model.generation_config.update(eos_token_id=[2, 7], do_sample=True, temperature=0.6)
     small: Any = merge_heads(model, [batch])[0]
@@ -148,20 +139,20 @@ def test_a_merged_model_keeps_how_it_generates(name: str) -> None:
     assert small.generation_config is not model.generation_config
 
 
-def test_a_merged_classifier_keeps_its_kind_of_problem() -> None:
+def test_a_merged_classifier_keeps_its_problem_type() -> None:
     model, batch = own("classifier")
     model.config.problem_type = "multi_label_classification"
     assert merge_heads(model, [batch])[0].config.problem_type == "multi_label_classification"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_what_a_merged_model_cannot_do_is_an_error(name: str) -> None:
-    """Several texts in one row, a cache with as many heads for values as for keys, attention without mixtures."""
+def test_unsupported_features_of_a_merged_model_are_errors(name: str) -> None:
+    """Packed texts, Transformers' static cache and other attention implementations."""
     model, batch = foreign(name)
     small: Any = merge_heads(model, [batch])[0]
     tokens, packed = batch["input_ids"][1:2, :9], torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     small(tokens, position_ids=torch.arange(9)[None], use_cache=False)
-    with pytest.raises(ValueError, match="position_ids: expected one text in a row, counted up by 1, got several"):
+    with pytest.raises(ValueError, match="position_ids: expected one text per row, counted up by 1, got several"):
         small(tokens, position_ids=packed, use_cache=False)
     with pytest.raises(ValueError, match="cache_implementation: expected 'dynamic' for this model, got 'static'"):
         small.generate(**batch, max_new_tokens=2, cache_implementation="static")
@@ -197,19 +188,18 @@ def test_fine_tuning_lowers_the_loss_of_a_merged_model() -> None:
 
 
 def test_fine_tuning_in_low_precision_sees_its_own_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast keeps the weights it narrowed: a context around all steps would train with those of the first."""
+    """Autocast caches the weights in bfloat16: one context around all steps would use those of the first step."""
     model, batch = foreign("llama-grouped")
     model = model.float()
     batches = [batch | {"labels": batch["input_ids"]}]
     expected = finetune(copy.deepcopy(model), batches, steps=6, lr=1e-2)
-    module = importlib.import_module("mgk.merge.finetune")
-    monkeypatch.setattr(module, "autocast", lambda _: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(tuning, "autocast", lambda _: torch.autocast("cpu", torch.bfloat16))
     got = finetune(model, batches, steps=6, lr=1e-2)
     assert expected[0] - expected[-1] > 0.5
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2**-7, atol=0.0)
 
 
-def test_fine_tuning_moves_the_priors() -> None:
+def test_fine_tuning_trains_the_priors() -> None:
     model, batch = foreign("llama-grouped")
     small, _ = merge_heads(model, [batch])
     before = {n: p.clone() for n, p in small.named_parameters() if n.endswith("mixture_log_prior")}
@@ -219,14 +209,14 @@ def test_fine_tuning_moves_the_priors() -> None:
 
 
 def test_the_best_partners_are_found() -> None:
-    """Greedy pairing takes (0,1) and is left with (2,3); an exchange finds what is better."""
+    """Greedy pairing takes (0,1) and is left with (2,3); exchanging partners finds the better pairs."""
     affinity = torch.eye(4)
     for a, b, value in ((0, 1, 0.9), (2, 3, 0.0), (0, 2, 0.8), (1, 3, 0.8), (0, 3, 0.1), (1, 2, 0.1)):
         affinity[a, b] = affinity[b, a] = value
     assert [found[:2] for found in pair_groups(affinity, 1)] == [(0, 2), (1, 3)]
 
 
-def test_query_heads_find_their_partners_within_groups() -> None:
+def test_query_heads_are_paired_within_groups() -> None:
     affinity = torch.zeros(4, 4)
     affinity[0, 3] = affinity[1, 2] = 1
     assert pair_groups(affinity, 2) == [(0, 1, [(0, 3), (1, 2)])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,8 +57,7 @@ def generate(
     options: dict[str, Any] = {"do_sample": sample, "num_beams": beams, "max_new_tokens": tokens}
     if sample:
         options |= {"temperature": temperature, "top_p": top_p}
-    for piece in stream(model.to(device), tokenizer, prompt, **options):
-        print(piece, end="", flush=True)
+    stream(model.to(device), tokenizer, prompt, partial(print, end="", flush=True), **options)
     print()
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face face of mgk: importing it registers the models with Transformers' Auto classes.
+"""Transformers integration. Importing it registers the models of mgk with Transformers' Auto classes.
 
 >>> import mgk.hf
 >>> model = transformers.AutoModelForCausalLM.from_pretrained("my/model")
@@ -17,14 +17,14 @@ from mgk.hf.cache import MGKCache
 from mgk.hf.config import MGKConfig
 from mgk.hf.convert import from_run, hf_to_run, run_to_hf
 from mgk.hf.models import (
+    TASKS,
     MGKForCausalLM,
     MGKForDocumentMatching,
     MGKForImageClassification,
     MGKForSequenceClassification,
     MGKModel,
 )
-from mgk.merge.finetune import finetune, mean_loss
-from mgk.merge.merge import MergeReport, merge_heads
+from mgk.merge import MergeReport, finetune, mean_loss, merge_heads
 
 __all__ = [
     "MGKCache",
@@ -44,13 +44,7 @@ __all__ = [
 ]
 
 transformers.AutoConfig.register("mgk", MGKConfig, exist_ok=True)
-for _auto, _model in (
-    (transformers.AutoModel, MGKModel),
-    (transformers.AutoModelForCausalLM, MGKForCausalLM),
-    (transformers.AutoModelForSequenceClassification, MGKForSequenceClassification),
-    (transformers.AutoModelForNextSentencePrediction, MGKForDocumentMatching),  # do these two go together?
-    (transformers.AutoModelForImageClassification, MGKForImageClassification),
-):
-    _auto.register(MGKConfig, _model, exist_ok=True)
-# For models of this list alone `Trainer` shifts the labels that it smooths.
+for _model in (MGKModel, *TASKS):
+    getattr(transformers, _model.auto).register(MGKConfig, _model, exist_ok=True)
+# `Trainer` shifts the labels that it smooths only for the models of this list.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mgk"] = MGKForCausalLM.__name__

@@ -1,9 +1,7 @@
-"""The caches of `mgk.nn` as Transformers' `generate` handles them.
+"""The decode caches of `mgk.nn` behind the cache interface of Transformers.
 
-A layer of softmax, MGK or sMGK grows with the text; one of the linear family (MLK) has one size however long the text.
+The cache of softmax, MGK and sMGK attention grows with the text; that of the linear family (MLK) has a constant size.
 """
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is typed in part.
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from mgk.hf.static import RoomCache, StaticStep
+from mgk.hf.static import StaticStep
 from mgk.models import LanguageModel
 from mgk.nn import KeyValueCache, StackCache, StateCache
 
 
 class MGKCacheLayer(CacheLayerMixin):
-    """One layer of an `mgk.nn.StackCache`: the attention fills it, `generate` reorders, repeats and crops it."""
+    """One layer of an `mgk.nn.StackCache`: the attention fills it; `generate` reorders, repeats and crops it."""
 
     def __init__(self, inner: KeyValueCache | StateCache) -> None:
         super().__init__()
@@ -29,7 +27,7 @@ class MGKCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the attention makes room when it appends."""
+        """Do nothing: the attention allocates the buffers when it appends."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise TypeError("cache: only the attention of mgk can fill this cache")
@@ -46,27 +44,26 @@ class MGKCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first releases of Transformers 5
 
     def offload(self) -> None:
-        raise ValueError("cache_implementation: expected 'dynamic' or 'static', got an offloaded one")
+        raise ValueError("cache_implementation: expected 'dynamic' or 'static', got an offloaded cache")
 
     prefetch = offload
 
     def reset(self) -> None:
-        """Empty, with the room kept."""
-        kept = self.inner
-        kept.length = 0
-        if isinstance(kept, StateCache):
-            kept.state = None
+        """Empty the cache and keep its buffers."""
+        self.inner.length = 0
+        if isinstance(self.inner, StateCache):
+            self.inner.state = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.inner.reorder(beam_idx)
 
     def activate_past_recording(self) -> None:
-        """Asked for where tokens may be taken back, as with an assistant."""
+        """Called before tokens may be removed again, as in assisted decoding."""
         if isinstance(self.inner, StateCache):
-            raise ValueError("cache: the linear family keeps one state and cannot go back; generate without assistant")
+            raise ValueError("cache: the state of the linear family cannot remove tokens; generate without assistant")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many positions, given as a negative number; or keep so many, as it was in the first releases."""
+        """Remove the last -n positions for a negative n; for a positive n, as in older releases, keep the first n."""
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - self.inner.length)
         if -tokens_to_remove > self.inner.length:
@@ -83,32 +80,35 @@ class MGKCacheLayer(CacheLayerMixin):
 
     @property
     def _device(self) -> torch.device | None:
-        if isinstance(self.inner, StateCache):
-            return None if self.inner.state is None else self.inner.state[0].device
-        return None if self.inner._key is None else self.inner._key.device
+        tensors = self.inner.state if isinstance(self.inner, StateCache) else (self.inner._key,)
+        return None if tensors is None or tensors[0] is None else tensors[0].device
 
 
 class MGKCache(Cache):
-    """The cache of a model of `mgk.hf`; `bytes` is what it holds.
+    """The cache of a model of `mgk.hf`.
 
     Args:
-        stack: of `new_cache`, empty.
-        room: reserve it for so many positions at once, and take single tokens in steps of one shape (`mgk.hf.static`).
-        graph: hold such a step in a CUDA graph, on a GPU.
+        stack: an empty cache, from `new_cache` of the wrapped model.
+        capacity: allocate the buffers for this number of positions at once, and decode single tokens in steps of one
+            shape (`mgk.hf.static`); 0 lets the buffers grow.
+        graph: on a GPU, run such a step as a CUDA graph.
     """
 
-    def __init__(self, stack: StackCache, room: int = 0, *, graph: bool = True) -> None:
+    def __init__(self, stack: StackCache, capacity: int = 0, *, graph: bool = True) -> None:
         layers = stack.layers
-        if room:
-            layers = [RoomCache(x.batch_size, room) if isinstance(x, KeyValueCache) else x for x in layers]
+        if capacity:
+            layers = [KeyValueCache(x.batch_size, capacity) if isinstance(x, KeyValueCache) else x for x in layers]
         super().__init__(layers=[MGKCacheLayer(inner) for inner in layers])
-        self.graph = graph
+        self.static, self.graph = bool(capacity), graph
         self._step: StaticStep | None = None
 
     def step(self, model: LanguageModel, length: int) -> StaticStep | None:
-        """What takes the next `length` tokens, if it is one, its room is reserved and something is there before it."""
-        layers = [layer for layer in stack_of(self).layers if isinstance(layer, RoomCache)]
-        if length != 1 or len(layers) != len(self.layers) or not 0 < layers[0].length < layers[0].room:
+        """The static step for the next `length` tokens; None where it does not apply.
+
+        It needs a static cache of keys and values with a prompt in it and a free position, and a single token.
+        """
+        layers = [layer for layer in stack_of(self).layers if isinstance(layer, KeyValueCache)]
+        if not self.static or length != 1 or not layers or not 0 < layers[0].length < layers[0]._capacity:
             return None
         if self._step is None or not self._step.fits(layers):
             self._step = StaticStep(model, layers, graph=self.graph)
@@ -116,24 +116,24 @@ class MGKCache(Cache):
 
     @property
     def bytes(self) -> int:
-        return sum(layer.bytes for layer in stack_of(self).layers)
+        """Bytes of the positions in the cache."""
+        return stack_of(self).bytes
 
 
 def stack_of(cache: Cache) -> StackCache:
-    """What the model itself is called with."""
+    """The `mgk.nn` cache inside a Transformers cache."""
     return StackCache([cast(MGKCacheLayer, layer).inner for layer in cache.layers])
 
 
 def adopt(cache: object, fresh: Callable[[], StackCache]) -> Cache:
-    """A cache that the model can use: one of ours as it is, an empty `DynamicCache` with our layers put into it."""
+    """Return a cache that the model can use: an `MGKCache` unchanged, an empty `DynamicCache` with our layers in it."""
     if isinstance(cache, Cache) and cache.layers and all(isinstance(layer, MGKCacheLayer) for layer in cache.layers):
         return cache
     if isinstance(cache, DynamicCache) and not cache.get_seq_length() and not cache.offloading:
         cache.layers = MGKCache(fresh()).layers
         cache.layer_class_to_replicate = None
         return cache
-    kind = type(cache).__name__
     raise TypeError(
-        f"past_key_values: expected an MGKCache or an empty DynamicCache, got {kind}; leave it out, or use "
-        "cache_implementation='static' to reserve its room at once"
+        f"past_key_values: expected an MGKCache or an empty DynamicCache, got {type(cache).__name__}; leave it out, or "
+        "use cache_implementation='static' to allocate the cache at once"
     )

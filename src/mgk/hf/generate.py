@@ -1,18 +1,14 @@
-"""Text from a language model, piece by piece as it comes."""
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is typed in part.
+"""Load a language model and stream the text that it generates."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from mgk.hf.convert import from_run, is_run, most_positions
+from mgk.hf.convert import check_model, from_run, is_run, most_positions
 from mgk.hf.tokenizer import tokenizer_of
 from mgk.train.config import read
 from mgk.train.data import load as load_data
@@ -21,11 +17,10 @@ from mgk.train.data import load as load_data
 def load_for_generation(
     folder: str | Path, *, which: str = "best", data_root: str | Path | None = None
 ) -> tuple[Any, Any]:
-    """The language model and the tokenizer of a run, or of a folder of Transformers."""
+    """Load the language model and the tokenizer of a run, or of the folder of a Transformers model."""
     folder = Path(folder)
     if not is_run(folder):
-        if not (folder / "config.json").exists():
-            raise ValueError(f"{folder}: expected the folder of a run or of a model, found no config.json in it")
+        check_model(folder)
         return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     settings = read(folder / "config.json")
     if settings.kind != "language":
@@ -33,14 +28,26 @@ def load_for_generation(
     return from_run(folder, which), tokenizer_of(load_data(settings, data_root))
 
 
-def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[str]:
-    """Generate, and yield the prompt's continuation as it comes; with beams, all of it at the end.
+class _Streamer(TextStreamer):
+    """Passes each finished piece of text to a function."""
+
+    def __init__(self, tokenizer: Any, shown: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
+        self.shown = shown
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.shown(text)
+
+
+def stream(model: Any, tokenizer: Any, prompt: str, shown: Callable[[str], None], **options: Any) -> None:
+    """Generate, and call `shown` with each piece of the continuation; with beams, once at the end.
 
     Args:
-        model: with `generate`.
+        model: a Transformers model with `generate`.
         tokenizer: its tokenizer.
-        prompt: what to go on from.
-        options: of `generate`.
+        prompt: the text to continue; an empty one is a line break.
+        shown: called with the text.
+        options: arguments of `generate`.
     """
     inputs = tokenizer(prompt or "\n", return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs["input_ids"].shape[1]
@@ -48,27 +55,11 @@ def stream(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[
         raise ValueError(f"--prompt: expected at least one token, got none in {prompt!r}")
     limit, new = most_positions(model.config), options.get("max_new_tokens", 0)
     if limit is not None and length + new > limit:
-        room = f"at most {limit - length} after this prompt (learned positions)"
-        raise ValueError(f"--tokens: expected {room}, got {new}")
+        most = f"at most {limit - length} after this prompt (learned positions)"
+        raise ValueError(f"--tokens: expected {most}, got {new}")
     if model.generation_config.pad_token_id is None:
-        options.setdefault("pad_token_id", 0)  # of one row, nothing is padded
-    if options.get("num_beams", 1) > 1:
-        row = model.generate(**inputs, **options)[0, length:]
-        yield tokenizer.decode(row, clean_up_tokenization_spaces=False)
-        return
-    failed: queue.Queue[Exception] = queue.Queue()
-    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
-
-    def work() -> None:
-        try:
-            model.generate(**inputs, **options, streamer=pieces)
-        except Exception as error:  # told by the thread that listens
-            failed.put(error)
-            pieces.end()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield from pieces
-    thread.join()
-    if not failed.empty():
-        raise failed.get()
+        options.setdefault("pad_token_id", 0)  # never used: there is one row and no padding
+    beams = options.get("num_beams", 1) > 1
+    row = model.generate(**inputs, **options, streamer=None if beams else _Streamer(tokenizer, shown))[0, length:]
+    if beams:
+        shown(tokenizer.decode(row, clean_up_tokenization_spaces=False))

@@ -1,11 +1,9 @@
-"""`mgk convert --heads-to-mixtures`: a model read, its heads merged, tuned, measured and written, with a report."""
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is typed in part.
+"""`mgk convert --heads-to-mixtures`: load a model, merge its heads, fine-tune, measure and write it with a report."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -16,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mgk.files import write_json
 from mgk.hf.convert import empty, from_run, is_run, most_positions, save_with_card
-from mgk.merge.finetune import finetune, mean_loss
-from mgk.merge.merge import merge_heads
+from mgk.merge import finetune, mean_loss, merge_heads
 from mgk.ops.arguments import check_count
 from mgk.train import config as run_config
 from mgk.train.config import Config
@@ -26,12 +24,11 @@ from mgk.train.data import Source
 
 Batch = dict[str, Any]
 MEASURED = 32  # batches of an evaluation
-MOST = 1 << 40  # a run's batches are a function of the step: there is always one more
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What a model is calibrated, tuned and measured on: functions that make batches anew."""
+    """The batches that a model is calibrated, tuned and measured on, as functions that start them afresh."""
 
     calibration: Callable[[], Iterator[Batch]]
     training: Callable[[], Iterable[Batch]]
@@ -44,7 +41,7 @@ def halve(
     length: int = 256, finetune_steps: int = 0, lr: float = 3e-4, batch: int = 16, which: str = "best",
     data_root: str | Path | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Merge the heads of a model and write the result; see `mgk convert --help`. Returns the report, also written."""
+    """Merge the heads of a model, and write the result and a report, which is returned; see `mgk convert --help`."""
     for name, count in (("windows", windows), ("length", length), ("batch", batch)):
         check_count(f"--{name}", count)
     out, folder = empty(out), Path(model_name)
@@ -57,13 +54,13 @@ def halve(
         on_hub = not folder.is_absolute() and len(folder.parts) <= 2  # OWNER/NAME
         if not on_hub and not folder.is_dir():
             raise ValueError(f"--from: expected a run, a folder or the name of a model on the hub, got {model_name}")
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
         if text is None:
-            raise ValueError(f"--text: expected a file to calibrate on, since {model_name} is no run of mgk, got none")
+            raise ValueError(f"--text: expected a file to calibrate on, as {model_name} is not a run of mgk, got none")
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
         limit = most_positions(model.config)
         if limit is not None and length > limit:
             raise ValueError(f"--length: expected at most {limit}, the positions of {model_name}, got {length}")
-        texts = _of_text(tokenizer, text, windows, length, batch)
+        texts = texts_of_file(tokenizer, text, windows, length, batch)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     report: dict[str, Any] = {"model": model_name, "loss": {"before": mean_loss(model, texts.valid())}}
     small, merged = merge_heads(model, texts.calibration(), method=method)
@@ -75,11 +72,11 @@ def halve(
     example = next(texts.valid())
     report["milliseconds"] = [_milliseconds(each, example) for each in (model, small)]
     if settings is not None:
-        save_with_card(small, out, settings, data_root)  # type: ignore[arg-type]
+        save_with_card(small, out, settings, data_root)
     else:
         small.save_pretrained(out)
         tokenizer.save_pretrained(out)  # type: ignore[union-attr]
-    (out / "merge.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(out / "merge.json", report)
     for line in lines(report):
         say(line)
     say(f"written to {out}")
@@ -87,7 +84,7 @@ def halve(
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report, for people."""
+    """Yield the lines of a report for the terminal."""
     (heads, fewer), (size, smaller), (cache, less) = report["heads"], report["parameters"], report["cache"]
     yield "loss         " + "  ".join(f"{name} {value:.4f}" for name, value in report["loss"].items())
     yield f"heads        {heads} -> {fewer} a layer"
@@ -99,9 +96,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def texts_of_run(
-    settings: Config, root: str | Path | None, windows: int, length: int, batches: int | None = None
+    settings: Config, root: str | Path | None, windows: int, length: int, batches: int = MEASURED
 ) -> Texts:
-    """The run's own data, with the batches of its training; `batches` of the validation set are measured, 0 is all."""
+    """Return the data of a run. `batches` is the number of validation batches; 0 means all."""
     source = Source(dataclasses.replace(settings, workers=0), root)
 
     def named(batch: dict[str, Tensor]) -> Batch:
@@ -111,31 +108,28 @@ def texts_of_run(
             return {"input_ids": batch["tokens"], "shift_labels": batch["target"]}
         return {"input_ids": batch["tokens"], "attention_mask": batch["mask"], "labels": batch["label"]}
 
-    def some(count: int) -> Iterator[Batch]:
-        for step in range(settings.steps, settings.steps + count):  # what comes after the run's own batches
-            yield named(source.training_batch(step))
+    def training() -> Iterator[Batch]:  # the batches that would follow those of the run; they never end
+        return (named(source.training_batch(step)) for step in itertools.count(settings.steps))
 
     def calibration() -> Iterator[Batch]:
         left = windows
-        for given in some(settings.steps):
-            part = {name: value[:left] for name, value in given.items() if "labels" not in name}
-            part = {n: v if n == "pixel_values" else v[..., :length] for n, v in part.items()}
+        for batch in training():
+            part = {name: value[:left] for name, value in batch.items() if "labels" not in name}
+            part = {name: x if name == "pixel_values" else x[..., :length] for name, x in part.items()}
             left -= len(next(iter(part.values())))
             yield part
             if left <= 0:
                 return
 
     def measured(split: str, count: int) -> Iterator[Batch]:
-        for given in source.evaluation(split, count):
-            yield named(given)
+        return map(named, source.evaluation(split, count))
 
-    valid = partial(measured, settings.data.valid, MEASURED if batches is None else batches)
-    test = partial(measured, settings.data.test, 0)
-    return Texts(calibration, lambda: some(MOST), valid, test)
+    valid, test = partial(measured, settings.data.valid, batches), partial(measured, settings.data.test, 0)
+    return Texts(calibration, training, valid, test)
 
 
-def _of_text(tokenizer: Any, path: Path, windows: int, length: int, batch: int) -> Texts:
-    """Windows of a file; the last tenth is for measuring."""
+def texts_of_file(tokenizer: Any, path: Path, windows: int, length: int, batch: int) -> Texts:
+    """Return windows of a text file; the last tenth is for measuring."""
     tokens = torch.tensor(tokenizer(path.read_text(encoding="utf-8", errors="replace"))["input_ids"])
     rows = tokens[: len(tokens) // length * length].view(-1, length)
     held = max(1, len(rows) // 10)
@@ -144,22 +138,21 @@ def _of_text(tokenizer: Any, path: Path, windows: int, length: int, batch: int) 
     train, rest = rows[:-held], rows[-held:][: MEASURED * batch]
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
 
-    def of(part: Tensor) -> Iterator[Batch]:
-        for each in part.split(batch):
-            yield {"input_ids": each, "labels": each}
+    def batches(part: Tensor) -> Iterator[Batch]:
+        return ({"input_ids": each, "labels": each} for each in part.split(batch))
 
-    return Texts(lambda: of(train[order[:windows]]), lambda: list(of(train[order])), lambda: of(rest))
+    return Texts(lambda: batches(train[order[:windows]]), lambda: list(batches(train[order])), lambda: batches(rest))
 
 
 @torch.no_grad()
-def _milliseconds(model: Any, batch: Batch, repeats: int = 3) -> float:
-    """The best of a few forward passes."""
-    given = {name: value.to(model.device) for name, value in batch.items() if "labels" not in name}
-    best = float("inf")
-    for _ in range(repeats):
+def _milliseconds(model: Any, batch: Batch) -> float:
+    """Return the time of the fastest of three forward passes."""
+    inputs = {name: value.to(model.device) for name, value in batch.items() if "labels" not in name}
+    times = []
+    for _ in range(3):
         start = time.perf_counter()
-        model(**given)
+        model(**inputs)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 1000 * best
+        times.append(1000 * (time.perf_counter() - start))
+    return min(times)

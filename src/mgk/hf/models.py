@@ -1,17 +1,14 @@
-"""The models of `mgk.models` as Transformers' models: loaded, trained, generated from and shared like any other.
+"""Transformers model classes around the models of `mgk.models`.
 
-Each wraps the module of `mgk.models` as `self.mgk`, so a weight has the name it has in a run of `mgk train`, after
-"mgk."; nothing is implemented twice.
+Each class wraps a module of `mgk.models` as `self.mgk`. A weight has the same name as in a run of `mgk train`, with the
+prefix "mgk.".
 
-B batch, N positions of this call, Nk positions so far, E width of the model, V tokens, C classes.
+B batch, N positions of this call, Nk positions so far, E width of the model, V vocabulary, C classes.
 """
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is typed in part.
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,16 +35,18 @@ from mgk.nn.output import IGNORE
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-HEADS = ("output", "classifier")  # what a model of embeddings leaves out
+HEADS = ("output", "classifier")  # modules that `MGKModel` does not have
 
 
 class MGKPreTrainedModel(PreTrainedModel):
-    """What all have in common: how they are built, loaded and checkpointed."""
+    """Base class: how the models are built, loaded and initialised."""
 
     config: MGKConfig
     config_class = MGKConfig
-    base_model_prefix = ""  # weights have one name in all of them
+    base_model_prefix = ""  # a weight has the same name in all classes
     kinds: ClassVar[tuple[str, ...]] = ()
+    auto = "AutoModel"
+    pipeline: ClassVar[str]  # the hub's name of the task
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
@@ -61,7 +60,7 @@ class MGKPreTrainedModel(PreTrainedModel):
             )
         self.mgk: Any = self._build(config)
         self.gradient_checkpointing = config.recompute
-        self._begun_empty = any(x.is_meta for x in self.mgk.parameters())  # `from_pretrained` fills it afterwards
+        self._on_meta = any(x.is_meta for x in self.mgk.parameters())  # `from_pretrained` loads the weights afterwards
         self.post_init()
 
     def _build(self, config: MGKConfig) -> nn.Module:
@@ -69,21 +68,23 @@ class MGKPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Transformers has it, from safetensors alone: loading runs no code from a file."""
+        """Load a model, from safetensors only: loading never runs code from a file."""
         kwargs.setdefault("use_safetensors", True)
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except SafetensorError as error:
-            raise OSError(f"{pretrained_model_name_or_path}: damaged weights ({error}); get the file again") from None
+            raise OSError(
+                f"{pretrained_model_name_or_path}: damaged weights ({error}); download the file again"
+            ) from None
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """What was not loaded gets the initial values of `mgk.models`; a model built without a file has them."""
-        if not self._begun_empty:
+        """Give weights that the file did not contain the initial values of `mgk.models`."""
+        if not self._on_meta:
             return
-        missing = {name: x for name, x in tensors(self.mgk) if not getattr(x, "_is_hf_initialized", False)}
+        missing = {name: x for name, x in _tensors(self.mgk) if not getattr(x, "_is_hf_initialized", False)}
         if missing:
-            fresh = dict(tensors(self._build(self.config)))
+            fresh = dict(_tensors(self._build(self.config)))
             for name, tensor in missing.items():
                 tensor.copy_(fresh[name])
 
@@ -104,7 +105,7 @@ class MGKPreTrainedModel(PreTrainedModel):
 
 
 class MGKModel(MGKPreTrainedModel):
-    """What the last layer makes of every token, or patch, and its mean: embeddings."""
+    """The model without its head: the last hidden state of every token or patch, and their mean."""
 
     kinds = ("classifier", "matcher", "language", "vision")
     _keys_to_ignore_on_load_unexpected = [rf"^mgk\.{head}\." for head in HEADS]  # noqa: RUF012
@@ -125,7 +126,7 @@ class MGKModel(MGKPreTrainedModel):
         pixel_values: Float[Tensor, "b c s s"] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPooling:
-        """`last_hidden_state` (B,N,E) and `pooler_output` (B,E): of token ids, or of an image for a vision model."""
+        """Return `last_hidden_state` (B,N,E) and `pooler_output` (B,E) of tokens, or of images for a vision model."""
         check_options(kwargs)
         if self.config.kind == "vision":
             if pixel_values is None:
@@ -151,6 +152,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
     """A causal language model with `generate()`."""
 
     kinds = ("language",)
+    auto, pipeline = "AutoModelForCausalLM", "text-generation"
 
     @capture_outputs
     def forward(
@@ -165,21 +167,21 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the next token in float32, and the loss if there are labels.
+        """Return the logits of the next token in float32, and the loss if there are labels.
 
         Args:
             input_ids: (B,N); with a cache, the tokens after those in it.
-            attention_mask: (B,Nk), 1 for real tokens, in the cache or new; padding may stand on either side, with
-                `prior_positions` only behind the tokens.
+            attention_mask: (B,Nk), 1 for real tokens and 0 for padding, over the cache and the new tokens. Padding may
+                be on either side; with `prior_positions`, only on the right.
             position_ids: (B,N); None counts the real tokens.
-            past_key_values: an `MGKCache`, or an empty `DynamicCache`. Such a call is not differentiated.
-            labels: (B,N), `input_ids` themselves: the model shifts them; -100 does not count. In training only the
-                loss is computed, never all (B,N,V) logits at once.
+            past_key_values: an `MGKCache`, or an empty `DynamicCache`. No gradient flows through such a call.
+            labels: (B,N), the same as `input_ids`: the model shifts them. -100 is ignored. In training only the loss
+                is returned, and the logits (B,N,V) are never all in memory.
             use_cache: return a cache; by default only if one was passed.
-            logits_to_keep: logits of so many last positions alone; 0 is all.
-            num_items_in_batch: what the summed loss is divided by, for `Trainer` and its accumulation of gradients.
-            kwargs: `shift_labels` (B,N), the targets themselves, in place of `labels`: for parts of a sequence that is
-                shared out between devices. (By name `Trainer` would take it for a label that is always there.)
+            logits_to_keep: return the logits of this number of last positions; 0 means all.
+            num_items_in_batch: divisor of the summed loss, which `Trainer` passes when it accumulates gradients.
+            kwargs: `shift_labels` (B,N), targets that are already shifted, instead of `labels`, for sequences that are
+                split between devices. It is not a named argument because `Trainer` would expect it in every batch.
         """
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         hooked = kwargs.get("output_hidden_states", self.config.output_hidden_states)
@@ -189,7 +191,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             past_key_values = MGKCache(fresh()) if past_key_values is None else adopt(past_key_values, fresh)
         if shift_labels is not None or labels is not None:
             if past_key_values is not None:
-                raise ValueError("labels: expected None with a cache, whose calls are not differentiated")
+                raise ValueError("labels: expected None with a cache, through which no gradient flows")
             if logits_to_keep:
                 raise ValueError(f"logits_to_keep: expected 0 with labels, got {logits_to_keep}")
         if isinstance(past_key_values, MGKCache) and not hooked:
@@ -207,22 +209,20 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
         if shift_labels is not None:
             target = shift_labels.flatten().long()
-            losses = self.mgk.output.losses(hidden.flatten(0, 1), weight, target)
-            loss = losses.sum() / (
-                (target != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            )
+            count = (target != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = self.mgk.output.losses(hidden.flatten(0, 1), weight, target).sum() / count
         if shift_labels is None or not self.training:
             logits = self.mgk.output(hidden, weight)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     def get_output_embeddings(self) -> None:
-        """None apart from the input embeddings, to which the softmax is tied."""
+        """Return None: the softmax uses the input embeddings."""
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As Transformers has it, for a plain softmax; the clusters of an adaptive one are by frequency and stay."""
+        """Change the vocabulary of a model with a plain softmax; an adaptive one has clusters by frequency."""
         if self.mgk.output.cluster_weight is not None:
             raise ValueError("new_num_tokens: expected a model with a plain softmax (cutoffs=()), got an adaptive one")
-        self.config.cutoffs = ()  # which a vocabulary of another size might reach
+        self.config.cutoffs = ()  # cutoffs above the old vocabulary may be below the new one
         table: nn.Embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         output, size = self.mgk.output, table.num_embeddings
         bias = output.bias.new_zeros(size)
@@ -243,16 +243,17 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise ValueError(f"cache_implementation: expected 'dynamic' or 'static' for this model, got {kind!r}")
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        room = max_cache_length if kind == "static" else 0
+        capacity = max_cache_length if kind == "static" else 0
         graph = not generation_config.disable_compile
-        model_kwargs["past_key_values"] = MGKCache(self.mgk.new_cache(rows), room, graph=graph)
+        model_kwargs["past_key_values"] = MGKCache(self.mgk.new_cache(rows), capacity, graph=graph)
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):
-    """A classifier of one sequence, as the paper's Long Range Arena has it."""
+    """A classifier of one sequence, as in the paper's Long Range Arena experiments."""
 
     kinds = ("classifier",)
-    accepts_loss_kwargs = False  # the loss is a mean: `Trainer` divides it by the steps it accumulates
+    auto, pipeline = "AutoModelForSequenceClassification", "text-classification"
+    accepts_loss_kwargs = False  # the loss is a mean, which `Trainer` divides by the number of accumulated steps
 
     @capture_outputs
     def forward(
@@ -263,8 +264,10 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Logits (B,C); the loss is what `config.problem_type` says, or, as Transformers has it, that of a regression
-        for one class, of several labels at a time for labels that are no integers, else cross-entropy.
+        """Return logits (B,C), and the loss of `config.problem_type` if there are labels.
+
+        Without a `problem_type`, as in Transformers: one class is a regression, float labels are a multi-label problem,
+        and anything else is cross-entropy.
         """
         check_options(kwargs)
         mask = real_tokens(self.config, attention_mask, input_ids)
@@ -273,15 +276,17 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
 
 
 class MGKForDocumentMatching(MGKForSequenceClassification):
-    """Whether two documents go together: `input_ids` and `attention_mask` are (B,2,N)."""
+    """A classifier of pairs of documents: `input_ids` and `attention_mask` are (B,2,N)."""
 
     kinds = ("matcher",)
+    auto = "AutoModelForNextSentencePrediction"  # Transformers' Auto class for pairs of documents
 
 
 class MGKForImageClassification(MGKPreTrainedModel):
     """A vision transformer."""
 
     kinds = ("vision",)
+    auto, pipeline = "AutoModelForImageClassification", "image-classification"
     accepts_loss_kwargs = False
     main_input_name = "pixel_values"
 
@@ -289,18 +294,23 @@ class MGKForImageClassification(MGKPreTrainedModel):
     def forward(
         self, pixel_values: Float[Tensor, "b c s s"], labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
-        """Logits (B,C), and the loss if there are labels."""
+        """Return logits (B,C), and the loss if there are labels."""
         check_options(kwargs)
         logits = self.mgk(pixel_values)
         return ImageClassifierOutput(loss=classification_loss(self, logits, labels), logits=logits)
 
 
-def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+TASKS = (MGKForSequenceClassification, MGKForDocumentMatching, MGKForCausalLM, MGKForImageClassification)
+CLASSES: dict[str, type[MGKPreTrainedModel]] = {model.kinds[0]: model for model in TASKS}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def classification_loss(model: MGKPreTrainedModel, logits: Tensor, labels: Tensor | None) -> Any:
+    """Compute the loss that `config.problem_type` or the labels ask for; None without labels."""
     if labels is None:
         return None
     logits, kind = logits.float(), model.config.problem_type
@@ -317,13 +327,13 @@ def classification_loss(model: MGKPreTrainedModel, logits: Tensor, labels: Tenso
         raise ValueError(f"labels: expected integers (B,) = ({len(logits)},), got {labels.dtype} {tuple(labels.shape)}")
     try:
         return nn.functional.cross_entropy(logits, labels.long())
-    except IndexError:  # as a CPU tells in time
+    except IndexError:  # raised on a CPU only
         found = f"{int(labels.min())} to {int(labels.max())}"
         raise ValueError(f"labels: expected 0 to {logits.shape[1] - 1} (num_labels), got {found}") from None
 
 
 def real_tokens(config: MGKConfig, attention_mask: Tensor | None, input_ids: Tensor, start: int = 0) -> Tensor | None:
-    """True for real tokens, and None where all are: the attention is faster when it need not look."""
+    """Return the mask as booleans, True for real tokens, or None if nothing is padded, which is faster."""
     if attention_mask is None:
         return None
     expected = (*input_ids.shape[:-1], start + input_ids.shape[-1])
@@ -334,25 +344,24 @@ def real_tokens(config: MGKConfig, attention_mask: Tensor | None, input_ids: Ten
         return mask
     if config.prior_positions and bool((mask[..., 1:] & ~mask[..., :-1]).any()):
         raise ValueError(
-            "attention_mask: expected padding behind the tokens (prior_positions is set), got it before some"
+            "attention_mask: expected padding on the right (prior_positions is set), got padding before a token"
         )
     return None if bool(mask.all()) else mask
 
 
 def positions_of(position_ids: Tensor | None, input_ids: Tensor, mask: Tensor | None = None) -> Tensor | None:
-    """As given; else counting real tokens, if a mask says which: padding may stand on either side."""
+    """Return `position_ids`, or the number of each real token if there is only a mask, or None."""
     if position_ids is not None:
         return position_ids.expand_as(input_ids)
     return None if mask is None else count_real(mask)
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Transformers hands on what it does not know; what would change the answer must not be lost on the way."""
-    with suppress(KeyError):
-        if options.pop("output_attentions"):
-            raise ValueError("output_attentions: expected False; `mgk explore` and mgk.inspect.collect show attention")
+    """Check the keyword arguments that Transformers passes on: reject unknown ones and `output_attentions`."""
+    if options.pop("output_attentions", False):
+        raise ValueError("output_attentions: expected False; `mgk explore` and mgk.inspect.collect show attention")
     for name in ("output_hidden_states", "return_dict", "use_cache", "token_type_ids", "num_items_in_batch"):
         options.pop(name, None)
     for name, value in options.items():
-        if value is not None:  # adapters pass on all names they know
+        if value is not None:  # PEFT adapters pass None for every argument they know
             raise TypeError(f"{name}: no such argument")

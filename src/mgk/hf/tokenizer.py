@@ -1,8 +1,11 @@
-"""The tokenizer of a prepared data set, as Transformers has them: the same numbers as in the set's own arrays."""
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is typed in part.
+"""Transformers tokenizers for the data sets of `mgk.data`: all tokenisation of `mgk.hf` is here.
+
+The rules and vocabularies are those of `mgk.data`, so a text gets the same token ids as in the prepared data set.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,20 +18,29 @@ PADDING = "<pad>"
 
 
 def tokenizer_of(prepared: Prepared) -> PreTrainedTokenizerFast | None:
-    """Of a set of texts; None for images."""
+    """Build the tokenizer of a prepared data set; None for images."""
     facts = prepared.manifest["facts"]
     if "mean" in facts:
         return None
     if prepared.name == "listops":
-        return _words({symbol: number for number, symbol in enumerate(SYMBOLS, 1)} | {PADDING: 0}, pad=True)
+        tokenizer = Tokenizer(models.WordLevel({PADDING: 0} | _numbered(SYMBOLS, 1), PADDING))
+        tokenizer.normalizer = normalizers.Replace(Regex(r"[()]"), " ")  # parentheses are no tokens
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return _wrapped(tokenizer, {"pad_token": PADDING})
     if facts.get("level") == "words":
-        words = {word: number for number, word in enumerate(prepared.words)}
-        return _words(words, pieces=PIECE.pattern if prepared.name == "enwiki" else None)
+        tokenizer = Tokenizer(models.WordLevel(_numbered(prepared.words), UNKNOWN))
+        tokenizer.normalizer = normalizers.Replace("\n", f" {END} ")  # a line ends with a token of its own
+        tokenizer.pre_tokenizer = (
+            pre_tokenizers.Split(Regex(f"{END}|{PIECE.pattern}"), "removed", invert=True)
+            if prepared.name == "enwiki"
+            else pre_tokenizers.WhitespaceSplit()
+        )
+        return _wrapped(tokenizer, {"unk_token": UNKNOWN})
     return byte_tokenizer(facts.get("shift", 0))
 
 
 def byte_tokenizer(shift: int) -> PreTrainedTokenizerFast:
-    """A byte b is the token b + shift; below the shift is padding."""
+    """Build a tokenizer in which byte b is token b + shift. With a shift of 1, token 0 is padding."""
     vocabulary = {letter: byte + shift for byte, letter in enumerate(_letters())} | ({PADDING: 0} if shift else {})
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -37,32 +49,21 @@ def byte_tokenizer(shift: int) -> PreTrainedTokenizerFast:
 
 
 def _letters() -> list[str]:
-    """The printable letter that stands for each byte in a byte-level vocabulary (that of GPT-2)."""
+    """Return the printable character that stands for each byte in GPT-2's byte-level vocabulary."""
     shown = {byte for first, last in ((33, 126), (161, 172), (174, 255)) for byte in range(first, last + 1)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
 
 
-def _words(vocabulary: dict[str, int], *, pieces: str | None = None, pad: bool = False) -> PreTrainedTokenizerFast:
-    unknown = {} if pad else {"unk_token": UNKNOWN}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, PADDING if pad else UNKNOWN))
-    if pad:  # ListOps: brackets are for people
-        tokenizer.normalizer = normalizers.Replace(Regex(r"[()]"), " ")
-    else:  # a line ends with a token of its own
-        tokenizer.normalizer = normalizers.Replace("\n", f" {END} ")
-    tokenizer.pre_tokenizer = (
-        pre_tokenizers.WhitespaceSplit()
-        if pieces is None
-        else pre_tokenizers.Split(Regex(f"{END}|{pieces}"), "removed", invert=True)
-    )
-    return _wrapped(tokenizer, unknown | ({"pad_token": PADDING} if pad else {}))
+def _numbered(words: Iterable[str], first: int = 0) -> dict[str, int]:
+    return {word: number for number, word in enumerate(words, first)}
 
 
 def _wrapped(tokenizer: Tokenizer, special: dict[str, str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
-        padding_side="right" if "pad_token" in special else "left",  # as classifiers are trained; as texts go on
+        padding_side="right" if "pad_token" in special else "left",  # classifiers; generation
         model_input_names=["input_ids", "attention_mask"],
         **special,
     )

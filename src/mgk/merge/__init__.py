@@ -1,1 +1,13 @@
-"""Head merging: half the heads of a trained softmax model, as mixture-key heads."""
+"""Head merging: halve the heads of a trained softmax model by merging every two into one mixture-key head."""
+
+from __future__ import annotations
+
+try:
+    import transformers  # noqa: F401
+except ImportError:
+    raise ImportError("mgk.merge needs Transformers 5: pip install 'mgk[hf]'") from None
+
+from mgk.merge.merge import MergeReport, merge_heads
+from mgk.merge.tuning import finetune, mean_loss
+
+__all__ = ["MergeReport", "finetune", "mean_loss", "merge_heads"]

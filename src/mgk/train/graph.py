@@ -8,10 +8,13 @@ left out, and a shape that comes once costs no graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mgk.nn.graph import capture
 
 Batch = dict[str, Tensor]
 Work = Callable[[Batch], None]
@@ -36,13 +39,7 @@ class Graphs:
             self.run_aside(to_device(batch, self.device))
             return
         if shape not in self.captured:
-            try:
-                self.captured[shape] = self.capture(to_device(batch, self.device))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-                raise RuntimeError(f"a step cannot be captured in a CUDA graph ({reason}); add --graphs off") from error
+            self.captured[shape] = self.capture(to_device(batch, self.device))
         graph, inputs = self.captured[shape]
         for name, tensor in inputs.items():
             tensor.copy_(batch[name], non_blocking=True)
@@ -59,11 +56,8 @@ class Graphs:
             tensor.record_stream(stream)
 
     def capture(self, inputs: Batch) -> tuple[torch.cuda.CUDAGraph, Batch]:
-        graph = torch.cuda.CUDAGraph()
-        # The threads that pin the next batches' memory may go on meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            self.work(inputs)
-        return graph, inputs
+        work = partial(self.work, inputs)
+        return capture(work, self.device, pool=self.pool, advice="add --graphs off")[0], inputs
 
 
 class Eager:

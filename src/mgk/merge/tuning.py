@@ -1,6 +1,4 @@
-"""A short fine-tuning, and the loss before and after: what a merged model needs."""
-# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
-# Transformers is typed in part.
+"""A short fine-tuning for merged models, and the loss to compare before and after."""
 
 from __future__ import annotations
 
@@ -27,19 +25,19 @@ def finetune(
     clip: float = 1.0,
     shown: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """Train in place with AdamW, a tenth of the steps up to `lr` and then linearly down; returns the losses.
+    """Train a model in place with AdamW and return the loss of every step.
 
-    On a GPU in bfloat16 (autocast), the weights as they are.
+    The learning rate rises to `lr` in a tenth of the steps and then falls linearly. On a GPU the forward pass runs in
+    bfloat16 (autocast).
 
     Args:
-        model: of Transformers.
-        batches: arguments of the model with `labels`, by name; a list is gone through again if it is shorter than
-            `steps`.
-        steps: updates.
+        model: a Transformers model.
+        batches: arguments of the model by name, with `labels`. A list shorter than `steps` is repeated.
+        steps: number of updates.
         lr: highest learning rate.
-        weight_decay: of AdamW.
+        weight_decay: weight decay of AdamW.
         clip: largest norm of the gradient.
-        shown: called with the step and its loss.
+        shown: called with each step and its loss.
     """
     check.check_count("steps", steps)
     optimiser = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
@@ -47,7 +45,7 @@ def finetune(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda n: min((n + 1) / warm, (steps - n) / steps))
     training, losses = model.training, []
     model.train()
-    for step, batch in enumerate(itertools.islice(_again(batches), steps), 1):
+    for step, batch in enumerate(itertools.islice(_repeated(batches), steps), 1):
         loss = outputs(model, batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -63,7 +61,7 @@ def finetune(
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> float:
-    """Mean of the losses of some batches, in evaluation mode."""
+    """Return the mean of the losses of some batches, computed in evaluation mode."""
     training = model.training
     model.eval()
     losses = [float(outputs(model, batch).loss) for batch in batches]
@@ -73,8 +71,8 @@ def mean_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> float:
     return sum(losses) / len(losses)
 
 
-def _again(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Over and over, without keeping what an iterator gave."""
+def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Repeat the batches for ever, without storing what an iterator yields (as `itertools.cycle` would)."""
     while True:
         found = False
         for batch in batches:
@@ -85,12 +83,16 @@ def _again(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def outputs(model: PreTrainedModel, batch: Batch) -> Any:
-    """Of one batch. Each has a context of its own: one keeps the weights it has narrowed for as long as it lasts."""
-    there = {name: value.to(model.device) if hasattr(value, "to") else value for name, value in batch.items()}
+    """Run a model on one batch.
+
+    Every call has its own autocast context, which caches the weights in bfloat16: a context around several training
+    steps would use outdated weights.
+    """
+    inputs = {name: value.to(model.device) if hasattr(value, "to") else value for name, value in batch.items()}
     with autocast(model):
-        return model(**there)
+        return model(**inputs)
 
 
 def autocast(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Products in bfloat16 on a GPU, as `mgk train` has them."""
+    """Return a bfloat16 autocast context for a model on a GPU, as `mgk train` uses."""
     return torch.autocast("cuda", torch.bfloat16) if model.device.type == "cuda" else nullcontext()
