@@ -10,7 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mgk.ops.triton import hopper, hopper_projected, hopper_short
+from mgk.ops.triton import hopper, hopper_common, hopper_projected, hopper_short
+from mgk.ops.triton.hopper_common import ROW16, ROW32
 
 MEMORY = 233472  # what a multiprocessor has; each program takes 1,024 bytes more than it asks for
 
@@ -21,24 +22,24 @@ def descriptor(rows: int, width: int, layout: Any, kind: str = "bf16", rank: int
 
 
 def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> Any:
-    kernel, tile, thin = getattr(module, name), hopper.layout(width, 4), hopper.THIN.value
+    kernel, tile, thin = getattr(module, name), hopper_common.layout(width, 4), hopper_common.THIN.value
     constants: dict[str, Any] = {"CAUSAL": causal, "BEST": hard, **module.sizes(name, width)}
     constants["POSITIONS" if name == "key_kernel" else "EVEN"] = causal
     queries, keys, projected = constants["BM"], constants["BN"], module is hopper_projected
     other = queries if name == "key_kernel" else keys
     kinds = {
         "q_desc": descriptor(queries, width, tile, rank=4), "g_desc": descriptor(queries, width, tile, rank=4),
-        "k_desc": descriptor(keys, width, hopper.layout(width, 4 + projected), rank=4 + projected),
+        "k_desc": descriptor(keys, width, hopper_common.layout(width, 4 + projected), rank=4 + projected),
         "v_desc": descriptor(keys, width, tile, rank=4), "c_desc": descriptor(other, 16, thin),
-        "w_desc": descriptor(1, other, hopper.ROW16), "gap_desc": descriptor(1, other, hopper.ROW16, "fp16"),
-        "r_desc": descriptor(1, other, hopper.ROW32, "fp32"), "n_desc": descriptor(1, other, hopper.ROW16),
+        "w_desc": descriptor(1, other, ROW16), "gap_desc": descriptor(1, other, ROW16, "fp16"),
+        "r_desc": descriptor(1, other, ROW32, "fp32"), "n_desc": descriptor(1, other, ROW16),
         **dict.fromkeys(("OUT", "DQ", "DK", "DV", "NARROW_ROWS", "ROW_COLUMNS", "SHIFT"), "*bf16"),
-        **dict.fromkeys(("ROWS", "FAR_HEADS", "KNOWN_ROWS", "PART", "KEYS", "DLW"), "*fp32"),
+        **dict.fromkeys(("ROWS", "OVERFLOW", "ROW_STATS", "PART", "KEYS", "DLW"), "*fp32"),
         **dict.fromkeys(("scale", "inverse_variance"), "fp32"),
     }  # fmt: skip
     if projected:
         kinds["KEYS"] = "*fp32" if hard else "*bf16"
-        kinds["w_desc"] = descriptor(1, other, hopper.ROW32, "fp32") if hard else kinds["w_desc"]
+        kinds["w_desc"] = descriptor(1, other, ROW32, "fp32") if hard else kinds["w_desc"]
     signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
@@ -54,7 +55,7 @@ def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool =
     constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
     kinds = {
         **dict.fromkeys(("Q", "K", "V", "OUT", "DO", "DQ", "DK", "DV"), "*bf16"),
-        **dict.fromkeys(("SHIFT", "PRIOR", "KEYS", "ROWS", "FAR_HEADS", "DLW", "PART"), "*fp32"),
+        **dict.fromkeys(("SHIFT", "PRIOR", "KEYS", "ROWS", "OVERFLOW", "DLW", "PART"), "*fp32"),
         **dict.fromkeys(("scale", "inverse_variance"), "fp32"),
     }  # fmt: skip
     signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}

@@ -24,7 +24,6 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 from mgk.ops import dispatch
-from mgk.ops import triton as kernels
 from mgk.ops.dispatch import Tile, override
 from mgk.ops.triton import launch_shifted, operators, primitives
 from mgk.ops.triton.bias import spans

@@ -39,7 +39,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
         monkeypatch.setattr(problem, "GLUON", True)
         monkeypatch.setattr(problem, "capability", lambda device: dispatch.HOPPER)
     with strict_memory():
-        yield launch_shifted.hopper, launch_projected.hopper_projected, launch_shifted.hopper_short
+        yield tuple(getattr(launch_shifted, name, None) or getattr(launch_projected, name) for name in NAMES)
 
 
 @pytest.fixture

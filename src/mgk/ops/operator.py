@@ -1,14 +1,13 @@
-"""An operator of PyTorch that is one only where that matters.
+"""Register a function as an operator of PyTorch, and call it directly where nothing traces.
 
-`torch.library.custom_op` lets torch.compile, torch.export, FlopCounterMode and the like see a kernel as one node, and
-costs the host more than the launch of the kernel does. Where nothing looks, the function is called as it is, in an
-`autograd.Function` if it can be differentiated; so too within `torch.func`, whose `grad` custom operators do not take.
+`torch.library.custom_op` lets torch.compile, torch.export, FlopCounterMode and other tools see a kernel as one node,
+but costs the host more than the launch of the kernel. Where nothing traces, the function is called directly, inside an
+`autograd.Function` if it can be differentiated; so too within `torch.func`, whose `grad` accepts no custom operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import unwrap
 from types import NoneType
 from typing import Any
 
@@ -23,13 +22,10 @@ num_modes = torch._C._len_torch_dispatch_stack
 
 
 class Operator:
-    """`function` as torch.ops.mgk.`name`, which is `.op`; a call takes it or the short way, with the same result.
-
-    `.launcher` is the function without anything around it, for others that are one operator together with it.
-    """
+    """`function` as torch.ops.mgk.`name` (`.op`). A call uses the operator or the function, with the same result."""
 
     def __init__(self, function: Callable[..., Any], name: str, device_types: str | None) -> None:
-        self.function, self.direct, self.launcher = function, function, unwrap(function)
+        self.function, self.direct = function, function
         self.transformed = transformable(function, no_gradient, no_context)
         self.op = torch.library.custom_op(f"mgk::{name}", function, mutates_args=(), device_types=device_types)
         self.register_fake = self.op.register_fake
@@ -41,7 +37,7 @@ class Operator:
 
     def __call__(self, *inputs: Any) -> Any:
         transform = peek_interpreter_stack()
-        if is_watched(inputs) or (transform is not None and transform.key() not in TRANSFORMS):
+        if is_traced(inputs) or (transform is not None and transform.key() not in TRANSFORMS):
             return self.op(*inputs)
         return self.direct(*inputs) if transform is None else self.transformed(*inputs)
 
@@ -51,8 +47,8 @@ def operator(name: str, device_types: str | None = None) -> Callable[[Callable[.
     return lambda function: Operator(function, name, device_types)
 
 
-def is_watched(inputs: tuple[Any, ...]) -> bool:
-    """Whether something may want to see an operator: a compiler, a mode, another kind of tensor."""
+def is_traced(inputs: tuple[Any, ...]) -> bool:
+    """Whether a compiler, a dispatch mode or a tensor subclass must see the operator."""
     return (
         torch.compiler.is_compiling() or num_modes() > 0 or not PLAIN.issuperset(map(type, inputs)) or inputs[0].is_meta
     )
@@ -72,7 +68,7 @@ def differentiable(function: Callable[..., Any], gradient: Callable[..., Any], k
 
 
 def transformable(function: Callable[..., Any], gradient: Callable[..., Any], keep: Callable[..., None]) -> Any:
-    """The same in the form that transforms take, at five times the price."""
+    """The same in the form that torch.func needs, at five times the overhead."""
 
     class Transformed(torch.autograd.Function):
         forward = staticmethod(function)  # type: ignore[assignment]
@@ -81,7 +77,7 @@ def transformable(function: Callable[..., Any], gradient: Callable[..., Any], ke
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-            """One sample after the other."""
+            """Compute one sample after the other."""
             pairs = list(zip(inputs, in_dims, strict=True))
             samples = [
                 Transformed.apply(*(x if dim is None else x.select(dim, i) for x, dim in pairs))  # type: ignore[no-untyped-call]
@@ -98,4 +94,4 @@ def no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
 
 
 def no_gradient(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("a gradient of mgk's kernels cannot be differentiated again: take impl='reference'")
+    raise RuntimeError("the kernels of mgk cannot be differentiated twice: use impl='reference'")

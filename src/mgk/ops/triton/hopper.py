@@ -1,10 +1,10 @@
-"""Kernels of shifted keys for wide heads on Hopper, in Gluon: two warp groups compute, a third loads.
+"""Kernels for shifted keys on Hopper GPUs, in Gluon: two warp groups compute, one warp loads.
 
-Triton waits for each product before it goes on. Here two warp groups of four warps, each with half of a block of 128
-queries (or keys), go through the tiles of the other side at their own pace: while one takes exponentials, the other's
-products run. One more warp copies tiles into a ring of shared memory ahead of them. The light road of shifted.py and
-its arithmetic, for two components in bfloat16; heads that reach far, masks, dropout and other widths stay with the
-kernels there, and so do other GPUs.
+Triton waits for each matrix product before it continues. Here two warp groups of four warps, each with half of a block
+of 128 queries (or keys), loop over the tiles of the other side independently: while one computes exponentials, the
+products of the other run. One more warp copies tiles into a ring buffer in shared memory. The arithmetic is that of
+the FAST path of shifted.py, for two components in bfloat16. Heads that would overflow, masks, dropout, other widths and
+other GPUs use the generic kernels.
 
 Triton's interpreter does not run Gluon: without a GPU the tests run these kernels in an emulation of it.
 """
@@ -20,22 +20,43 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mgk.ops.triton.launch import launch
+from mgk.ops.triton.hopper_common import (
+    BLOCK,
+    COLUMNS,
+    COUNTS,
+    HALF,
+    ROW16,
+    ROW32,
+    barriers,
+    column_of,
+    columns,
+    copy,
+    even,
+    has_bad_sum,
+    larger,
+    lines,
+    multiply,
+    multiply_add,
+    pass_turn,
+    range_of,
+    run,
+    seen_keys,
+    strides,
+    take_turn,
+    tiles,
+    unit_columns,
+    where_larger,
+    work_of,
+)
 
 if TYPE_CHECKING:
     from mgk.ops.triton.launch_shifted import Saved
     from mgk.ops.triton.problem import Problem
 
-copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.7
-BLOCK = 128  # queries or keys of a program, half of them for each of the two warp groups that compute
-HALF = gl.constexpr(64)
-COLUMNS = gl.constexpr(16)
 # (kernel, width): the tile of the other side, how many of those the ring holds, and whether the scores of the next are
 # asked for before the sums of this one are there, if there are registers for both
 SIZES = {
@@ -43,39 +64,9 @@ SIZES = {
     ("query_kernel", 64): (128, 5, False), ("query_kernel", 128): (64, 4, True),
     ("key_kernel", 32): (128, 4, False), ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
 }  # fmt: skip
-COUNTS = ("groups", "section", "H", "num_queries", "num_keys", "positions", "query_parts", "parts", "width")
 # Vectors along the queries that the key side reads lie where the other kernels have numbers side by side: LSE, delta,
 # and where a third would be, two narrow ones: rho in bfloat16, and the bits of the lead in float16.
 NARROW = gl.constexpr(4)
-THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
-ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
-
-
-@gluon.jit
-def multiply_add(x, y, z):
-    return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.bfloat16, True, 2)
-
-
-@gluon.jit
-def multiply(x, y):
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}", "=r,r,r", [x, y], gl.bfloat16,
-        True, 2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def larger(x, y):
-    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.bfloat16, True, 2)
-
-
-@gluon.jit
-def where_larger(x, y, z):
-    """z where y is larger than x, else 0; x and y of float16, z of bfloat16."""
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 mask; set.gt.u32.f16x2 mask, $2, $1; and.b32 $0, $3, mask;}", "=r,r,r,r",
-        [x, y, z], gl.bfloat16, True, 2,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -86,64 +77,6 @@ def mixed(rho, w_0, w_1, BEST: gl.constexpr):
     else:
         result = multiply_add(rho, w_1, w_0)
     return result
-
-
-@gluon.jit
-def column_of(block, r: gl.constexpr, layout: gl.constexpr):
-    """Column r of a product's few columns, in the layout of the rows of another."""
-    o_column = gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
-    return gl.convert_layout(gl.sum(gl.where((o_column == r)[None, :], block, 0.0), 1), gl.SliceLayout(1, layout))
-
-
-@gluon.jit
-def work_of(item, blocks, groups, section):
-    """As in primitives.py, for sequences of one length."""
-    first = item // (blocks * section) * section
-    width = gl.minimum(section, groups - first)
-    rest = item - first * blocks
-    return rest // width, first + rest % width
-
-
-@gluon.jit
-def barriers(STAGES: gl.constexpr):
-    """What says that a stage of the ring is full, that both warp groups have left it, that the block is there; and
-    whose turn it is.
-    """
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    mbarrier.init(turn.index(0), count=1)
-    mbarrier.init(turn.index(1), count=1)
-    return full, empty, ready, turn
-
-
-@gluon.jit
-def take_turn(turn, part: gl.constexpr, t):
-    """The products of a tile are issued in one go, by one warp group at a time: the first one begins. If both did it at
-    once, both would wait for products, and then both compute.
-    """
-    mbarrier.wait(turn.index(part), (t & 1) ^ (1 - part))
-
-
-@gluon.jit
-def pass_turn(turn, part: gl.constexpr):
-    mbarrier.arrive(turn.index(1 - part))
-
-
-@gluon.jit
-def unit_columns(r: gl.constexpr, ROWS: gl.constexpr):
-    """Ones in column r: a product with it sums rows."""
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, rows))
-    ones = gl.full([ROWS, COLUMNS], 1.0, gl.bfloat16, rows)
-    return gl.allocate_shared_memory(
-        gl.bfloat16, [ROWS, COLUMNS], THIN, gl.where((o_column == r)[None, :], ones, gl.zeros_like(ones))
-    )
 
 
 @gluon.jit
@@ -175,44 +108,13 @@ def load_keys(
 
 
 @gluon.jit
-def range_of(i_m, num_queries, num_keys, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many key tiles a query block sees, and how many of them hide nothing."""
-    whole, count, offset = num_keys // BN, gl.cdiv(num_keys, BN), num_keys - num_queries
-    if CAUSAL:
-        count = gl.minimum(count, gl.cdiv(gl.maximum(i_m * BM + BM + offset, 0), BN))
-        whole = gl.minimum(whole, gl.maximum(i_m * BM + offset + 1, 0) // BN)
-    return whole, count
-
-
-@gluon.jit
-def seen_keys(o_m, o_n, num_queries, num_keys, CAUSAL: gl.constexpr, EVEN: gl.constexpr):
-    """Which query sees which key, of rows and columns as vectors of the layout of a tile."""
-    if CAUSAL:
-        seen = o_n[None, :] <= o_m[:, None] + (num_keys - num_queries)
-        if not EVEN:
-            seen = seen & (o_n < num_keys)[None, :]
-    else:
-        seen = (o_n[None, :] < num_keys) & (o_m[:, None] >= 0)
-    return seen
-
-
-@gluon.jit
-def is_spoilt(total, o_m, num_queries, num_keys, CAUSAL: gl.constexpr):
-    """Which queries that see a key have a sum that a fixed maximum may have spoilt; see primitives.flag_misfits."""
-    spoilt = ((total >= 2.0**-90) & (total <= 2.0**90) == 0) & (o_m < num_queries)
-    if CAUSAL:
-        spoilt = spoilt & (o_m + num_keys - num_queries >= 0)
-    return spoilt
-
-
-@gluon.jit
 def forward_block(
     part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """The output of 64 queries and their LSE."""
     q_s, _, k_ring, v_ring, c_ring, w_ring, _, full, empty, ready, turn = shared
-    p_out, p_rows, p_far, scale, stride_o, num_queries, num_keys, i_m, whole, count, padded_queries = rest
+    p_out, p_rows, p_overflow, scale, stride_o, num_queries, num_keys, i_m, whole, count, padded_queries = rest
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -257,8 +159,8 @@ def forward_block(
 
     total = gl.sum(sums, 1)  # the other columns are 0
     here = gl.convert_layout(total, row)
-    if gl.max(is_spoilt(here, o_m, num_queries, num_keys, CAUSAL).to(gl.int32), 0) > 0:
-        gl.store(p_far + 1, 1.0)
+    if gl.max(has_bad_sum(here, o_m, num_queries, num_keys, CAUSAL).to(gl.int32), 0) > 0:
+        gl.store(p_overflow + 1, 1.0)
     gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
@@ -269,7 +171,7 @@ def forward_block(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, scale, sob, soh, son, groups, section, H, num_queries,
+    q_desc, k_desc, v_desc, w_desc, OUT, ROWS, OVERFLOW, scale, sob, soh, son, groups, section, H, num_queries,
     num_keys, padded_queries, padded_keys, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
@@ -284,10 +186,10 @@ def forward_kernel(
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
     p_rows = ROWS + i_bh.to(gl.int64) * 5 * padded_queries
-    p_out, p_far = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh, FAR_HEADS + 2 * i_bh
-    if gl.load(p_far) == 0:
+    p_out, p_overflow = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh, OVERFLOW + 2 * i_bh
+    if gl.load(p_overflow) == 0:
         shared = (q_s, q_s, k_ring, v_ring, c_ring, w_ring, w_ring, full, empty, ready, turn)
-        rest = (p_out, p_rows, p_far, scale, son, num_queries, num_keys, i_m, whole, count, padded_queries)
+        rest = (p_out, p_rows, p_overflow, scale, son, num_queries, num_keys, i_m, whole, count, padded_queries)
         loads = (q_desc, q_desc, k_desc, v_desc, w_desc, w_desc, w_desc)
         where = (i_b, i_h, i_bh, i_m, count, padded_keys)
         gl.warp_specialize(
@@ -400,7 +302,7 @@ def query_block(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc, SHIFT, OUT, ROWS, FAR_HEADS, KNOWN_ROWS, NARROW_ROWS,
+    q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc, SHIFT, OUT, ROWS, OVERFLOW, ROW_STATS, NARROW_ROWS,
     ROW_COLUMNS, DQ, PART, scale, inverse_variance, sob, soh, son, sdb, sdh, sdn, groups, section, H, num_queries,
     num_keys, padded_queries, padded_keys, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
@@ -421,14 +323,14 @@ def query_kernel(
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
-    p_rows, p_known = ROWS + i_g * 5 * padded_queries, KNOWN_ROWS + i_g * width * padded_queries
+    p_rows, p_known = ROWS + i_g * 5 * padded_queries, ROW_STATS + i_g * width * padded_queries
     p_narrow = NARROW_ROWS + (2 * i_g * width + NARROW) * padded_queries
     p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
     p_dq = DQ + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     p_columns, p_part = ROW_COLUMNS, PART + i_g * parts * 2 * (D + 1)
     if not BEST:
         p_columns += i_g * COLUMNS * padded_queries
-    if gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
+    if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         shared = (q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn)
         rest = (
             SHIFT + i_h * 2 * D, p_out, p_rows, p_known, p_narrow, p_columns, p_dq, p_part, scale, inverse_variance,
@@ -570,7 +472,7 @@ def key_block(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc, SHIFT, KEYS, FAR_HEADS, DK, DV, DLW, PART, scale,
+    q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc, SHIFT, KEYS, OVERFLOW, DK, DV, DLW, PART, scale,
     inverse_variance, sdb, sdh, sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions,
     padded_queries, padded_keys, query_parts, parts, width, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
@@ -598,7 +500,7 @@ def key_kernel(
     p_dk = DK + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     p_dv = DV + i_b.to(gl.int64) * seb + i_h.to(gl.int64) * seh
     p_keys, p_part = KEYS + i_g * 5 * padded_keys, PART + (i_g * parts + query_parts) * 2 * (D + 1)
-    if gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
+    if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         shared = (q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, n_ring, full, empty, ready, turn)
         rest = (
             SHIFT + i_h * 2 * D, p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, scale, inverse_variance, sdn,
@@ -620,42 +522,6 @@ def sizes(name: str, width: int) -> dict[str, Any]:
     other, stages, early = SIZES[name, width]
     queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
     return {"BM": queries, "BN": keys, "STAGES": stages, "EARLY": early, "D": width}
-
-
-def even(query: Tensor, key: Tensor) -> bool:
-    return query.shape[2] % BLOCK == key.shape[-2] % BLOCK == 0
-
-
-def layout(width: int, rank: int) -> Any:
-    """Of a tile of `width` columns in shared memory."""
-    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
-
-
-def tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Of rows along the last dimension but one."""
-    rank, width = tensor.dim(), tensor.shape[-1]
-    shape = [*[1] * (rank - 2), rows, width]
-    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], shape, layout(width, rank))
-
-
-def lines(tensor: Tensor, width: int, layout: Any) -> TensorDescriptor:
-    """Of vectors along a last dimension."""
-    flat = tensor.view(-1, tensor.shape[-1])
-    return TensorDescriptor(flat, [*flat.shape], [*flat.stride()], [1, width], layout)
-
-
-def columns(tensor: Tensor, rows: int) -> TensorDescriptor:
-    flat = tensor.view(-1, tensor.shape[-1])
-    return TensorDescriptor(flat, [*flat.shape], [*flat.stride()], [rows, COLUMNS.value], THIN.value)
-
-
-def run(kernel: Any, length: int, block: int, query: Tensor, *arguments: Any, **constants: Any) -> None:
-    """A program for each block of queries, or of keys, of each head."""
-    launch(kernel, (-(-length // block) * query.shape[0] * query.shape[1],), *arguments, **constants, num_warps=4)
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    return [stride for tensor in tensors for stride in tensor.stride()[:-1]]
 
 
 def forward(p: Problem, saved: Saved) -> None:

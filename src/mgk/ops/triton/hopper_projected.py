@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mgk.ops.triton.hopper import (
+from mgk.ops.triton.hopper_common import (
     BLOCK,
     COLUMNS,
     COUNTS,
@@ -32,18 +32,21 @@ from mgk.ops.triton.hopper import (
     column_of,
     copy,
     even,
-    is_spoilt,
+    has_bad_sum,
     lines,
     multiply,
     multiply_add,
     pass_turn,
     range_of,
     run,
+    scores,
+    second_of,
     seen_keys,
     strides,
     take_turn,
     tiles,
     unit_columns,
+    without,
     work_of,
 )
 
@@ -57,22 +60,6 @@ SIZES = {
     ("query_kernel", 32): (64, 5), ("query_kernel", 64): (64, 4), ("query_kernel", 128): (64, 3),
     ("key_kernel", 32): (64, 5), ("key_kernel", 64): (64, 3), ("key_kernel", 128): (64, 4),
 }  # fmt: skip
-
-
-@gluon.jit
-def second_of(x_0, x_1, whole):
-    """`whole`, of bfloat16, where x_1 is larger than x_0, else 0: by the signs of the differences, two at a time."""
-    return gl.inline_asm_elementwise(
-        "{.reg .f32 a, b; .reg .b32 sign; sub.f32 a, $1, $3; sub.f32 b, $2, $4; "
-        "prmt.b32 sign, a, b, 0xffbb; and.b32 $0, $5, sign;}",
-        "=r,f,f,f,f,r", [x_0, x_1, whole], gl.bfloat16, True, 2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def without(whole, part):
-    """`whole` where `part`, which has either all of it or 0, has 0."""
-    return gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [whole, part], gl.bfloat16, True, 2)
 
 
 @gluon.jit
@@ -100,15 +87,6 @@ def load_keys(
 
 
 @gluon.jit
-def scores(b_q, k_ring, stage, zero, BN: gl.constexpr, D: gl.constexpr):
-    """Products of queries with both keys of a tile, under way."""
-    k_0, k_1 = k_ring.index(2 * stage).reshape([BN, D]), k_ring.index(2 * stage + 1).reshape([BN, D])
-    s_0 = warpgroup_mma(b_q, k_0.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s_1 = warpgroup_mma(b_q, k_1.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return s_0, s_1
-
-
-@gluon.jit
 def forward_block(
     part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
@@ -116,7 +94,7 @@ def forward_block(
     """The output of 64 queries and their LSE."""
     q_s, _, k_ring, v_ring, w_ring, full, empty, ready, turn = shared
     c_s = more[0]
-    p_out, p_rows, p_far, scale, stride_o, num_queries, num_keys, i_m, whole, count = rest
+    p_out, p_rows, p_overflow, scale, stride_o, num_queries, num_keys, i_m, whole, count = rest
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -160,8 +138,8 @@ def forward_block(
 
     total = gl.sum(sums, 1)  # the other columns are 0
     here = gl.convert_layout(total, row)
-    if gl.max(is_spoilt(here, o_m, num_queries, num_keys, CAUSAL).to(gl.int32), 0) > 0:
-        gl.store(p_far + 1, 1.0)
+    if gl.max(has_bad_sum(here, o_m, num_queries, num_keys, CAUSAL).to(gl.int32), 0) > 0:
+        gl.store(p_overflow + 1, 1.0)
     gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
@@ -172,7 +150,7 @@ def forward_block(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, scale, sob, soh, son, groups, section, H, num_queries,
+    q_desc, k_desc, v_desc, w_desc, OUT, ROWS, OVERFLOW, scale, sob, soh, son, groups, section, H, num_queries,
     num_keys, padded_queries, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
@@ -186,11 +164,11 @@ def forward_kernel(
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
-    p_rows, p_far = ROWS + i_bh.to(gl.int64) * padded_queries, FAR_HEADS + 2 * i_bh
+    p_rows, p_overflow = ROWS + i_bh.to(gl.int64) * padded_queries, OVERFLOW + 2 * i_bh
     p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
-    if gl.load(p_far) == 0:
+    if gl.load(p_overflow) == 0:
         shared = (q_s, q_s, k_ring, v_ring, w_ring, full, empty, ready, turn)
-        rest = (p_out, p_rows, p_far, scale, son, num_queries, num_keys, i_m, whole, count)
+        rest = (p_out, p_rows, p_overflow, scale, son, num_queries, num_keys, i_m, whole, count)
         loads, where = (q_desc, q_desc, k_desc, v_desc, w_desc), (i_b, i_h, i_bh, i_m, count)
         gl.warp_specialize(
             [
@@ -274,7 +252,7 @@ def query_block(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    q_desc, g_desc, k_desc, v_desc, w_desc, OUT, ROWS, FAR_HEADS, KNOWN_ROWS, DQ, scale, inverse_variance, sob, soh,
+    q_desc, g_desc, k_desc, v_desc, w_desc, OUT, ROWS, OVERFLOW, ROW_STATS, DQ, scale, inverse_variance, sob, soh,
     son, sdb, sdh, sdn, groups, section, H, num_queries, num_keys, padded_queries, width, BM: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
     CAUSAL: gl.constexpr, BEST: gl.constexpr,
@@ -289,10 +267,10 @@ def query_kernel(
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)
-    p_rows, p_known = ROWS + i_g * padded_queries, KNOWN_ROWS + i_g * width * padded_queries
+    p_rows, p_known = ROWS + i_g * padded_queries, ROW_STATS + i_g * width * padded_queries
     p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
     p_dq = DQ + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
-    if BEST or gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
+    if BEST or gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         shared = (q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn)
         rest = (
             p_out, p_rows, p_known, p_dq, scale, inverse_variance, son, sdn, num_queries, num_keys, i_m, whole, count,
@@ -518,7 +496,7 @@ def key_part(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    q_desc, g_desc, k_desc, v_desc, r_desc, KEYS, FAR_HEADS, DK, DV, DLW, PART, scale, inverse_variance, sdb, sdh, sdm,
+    q_desc, g_desc, k_desc, v_desc, r_desc, KEYS, OVERFLOW, DK, DV, DLW, PART, scale, inverse_variance, sdb, sdh, sdm,
     sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions, padded_keys, parts, width,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     BEST: gl.constexpr, POSITIONS: gl.constexpr,
@@ -547,7 +525,7 @@ def key_kernel(
     p_dk = DK + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     p_dv = DV + i_b.to(gl.int64) * seb + i_h.to(gl.int64) * seh
     p_keys, p_part = KEYS + i_g * 2 * padded_keys, PART + i_g * parts * 4
-    if BEST or gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
+    if BEST or gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         shared = (q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn)
         more = (c_0, c_1, x_s, done)
         rest = (

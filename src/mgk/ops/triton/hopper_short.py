@@ -8,7 +8,7 @@ it is read: between its beginning and its end warps wait for no other.
 The mixing stays outside of the loops: with e = 2^(q.k/s2 - bound) the output is sum_r rho_r [sum_j e w_r v], over the
 same of ones in place of v, and the backward pass is that of short.py. But for the scores, which both sides compute:
 first a warp has 16 keys and walks over the queries, then the other way round. The hard E-step gives e to the component
-that wins. Two components, bfloat16; heads that reach far, masks, dropout and other widths stay with short.py.
+that wins. Two components, bfloat16. Heads that would overflow, masks, dropout and other widths use short.py.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from mgk.ops.triton import bias, primitives
-from mgk.ops.triton.hopper import (
+from mgk.ops.triton.hopper_common import (
     column_of,
-    is_spoilt,
+    has_bad_sum,
     range_of,
     run,
     seen_keys,
     strides,
     where_larger,
+    without,
 )
-from mgk.ops.triton.hopper_projected import without
 
 if TYPE_CHECKING:
     from mgk.ops.triton.launch_shifted import Saved
@@ -131,13 +131,14 @@ def columns_of(x, y, layout: gl.constexpr):
 
 @gluon.jit
 def outputs(
-    shared, p_out, p_rows, p_far, numbers, D: gl.constexpr, TQ: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    shared, p_out, p_rows, p_overflow, numbers, D: gl.constexpr, TQ: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN: gl.constexpr,
     BEST: gl.constexpr,
 ):  # fmt: skip
-    """The output and LSE; and whether a fixed maximum spoilt any, see primitives.flag_misfits."""
+    """The output and LSE; and whether a fixed maximum bad any, see primitives.flag_bad_sums."""
     q_s, k_s, v0_s, v1_s, c_s, bound_s, rho_s, lead_s, gap_s = shared
     scale, son, num_queries, num_keys = numbers
-    o_row, misfits = gl.arange(0, BLOCK, ROW), gl.zeros([BLOCK], gl.int32, ROW)
+    o_row, bad_sums = gl.arange(0, BLOCK, ROW), gl.zeros([BLOCK], gl.int32, ROW)
     for i in range(TQ):
         o_m, b_q = i * BLOCK + o_row, q_s.index(i).load(LEFT)
         bound, rho = bound_s.index(i).load(ROW), rho_s.index(i).load(ROW)
@@ -158,21 +159,24 @@ def outputs(
         if not BEST:
             sums_1 = sums_0
         total = column_of(sums_0, 0, MMA) + rho * column_of(sums_1, 1, MMA)
-        misfits = misfits | is_spoilt(total, o_m, num_queries, num_keys, CAUSAL).to(gl.int32)
+        bad_sums = bad_sums | has_bad_sum(total, o_m, num_queries, num_keys, CAUSAL).to(gl.int32)
         some = (total > 0) & (o_m < num_queries)
         gl.store(p_rows + o_m, gl.where(some, bound + gl.log2(total), float("inf")))
         output = (acc_0 + acc_1 * rho[:, None]) / gl.where(some, total, 1.0)[:, None]
         store_block(p_out, gl.where(some[:, None], output, 0.0), i, num_queries, son, D)
-    gl.store(p_far + 1, gl.max(misfits, 0).to(gl.float32))
+    gl.store(p_overflow + 1, gl.max(bad_sums, 0).to(gl.float32))
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    Q, K, SHIFT, V, PRIOR, KEYS, OUT, ROWS, FAR_HEADS, scale, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh,
+    Q, K, SHIFT, V, PRIOR, KEYS, OUT, ROWS, OVERFLOW, scale, inverse_variance, sqb, sqh, sqn, skb, skh, skn, svb, svh,
     svn, sob, soh, son, H, num_queries, num_keys, padded_queries, padded_keys, D: gl.constexpr, TQ: gl.constexpr,
     TK: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, BEST: gl.constexpr, PRIOR_AXES: gl.constexpr,
 ):  # fmt: skip
-    """Of KEYS and ROWS what `backward_kernel` reads; both numbers of FAR_HEADS, and no more of a head that is far."""
+    """Forward of one head: the output, and what `backward_kernel` reads of KEYS and ROWS.
+
+    Sets both flags of OVERFLOW; of a head that would overflow it computes nothing more.
+    """
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile: gl.constexpr = gl.NVMMASharedLayout(2 * D, 16, 2)
     along: gl.constexpr = gl.SliceLayout(1, flat)
@@ -188,7 +192,7 @@ def forward_kernel(
     lead_s = gl.allocate_shared_memory(gl.float16, [TQ, BLOCK], LINE)
     gap_s = gl.allocate_shared_memory(gl.float16, [TK, BLOCK], LINE)
     p_rows, p_keys = ROWS + i_g * 5 * padded_queries, KEYS + i_g * 5 * padded_keys
-    p_shift, p_prior, p_far = SHIFT + i_h * 2 * D, PRIOR, FAR_HEADS + 2 * i_bh
+    p_shift, p_prior, p_overflow = SHIFT + i_h * 2 * D, PRIOR, OVERFLOW + 2 * i_bh
     o_d, beyond = gl.arange(0, D, gl.SliceLayout(0, flat)), gl.full([BLOCK], -1.0, gl.float32, along)
     top = 0.0
     if PRIOR_AXES == 2:
@@ -232,15 +236,15 @@ def forward_kernel(
         rho_s.index(t).store(rho)
         if BEST:
             lead_s.index(t).store(lead.to(gl.float16))
-    far = gl.max(beyond, 0) > 0
-    gl.store(p_far, far.to(gl.float32))
-    if far:
-        gl.store(p_far + 1, 0.0)
+    overflows = gl.max(beyond, 0) > 0
+    gl.store(p_overflow, overflows.to(gl.float32))
+    if overflows:
+        gl.store(p_overflow + 1, 0.0)
     else:
         shared = (q_s, k_s, v0_s, v1_s, c_s, bound_s, rho_s, lead_s, gap_s)
         numbers = (scale, son, num_queries, num_keys)
         p_out = place_of(OUT, i_b, i_h, sob, soh)
-        outputs(shared, p_out, p_rows, p_far, numbers, D, TQ, CAUSAL, EVEN, BEST)
+        outputs(shared, p_out, p_rows, p_overflow, numbers, D, TQ, CAUSAL, EVEN, BEST)
 
 
 @gluon.jit
@@ -335,7 +339,7 @@ def query_side(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def backward_kernel(
-    Q, K, SHIFT, V, KEYS, OUT, ROWS, FAR_HEADS, DO, DQ, DK, DV, DLW, PART, scale, inverse_variance, sqb, sqh, sqn, skb,
+    Q, K, SHIFT, V, KEYS, OUT, ROWS, OVERFLOW, DO, DQ, DK, DV, DLW, PART, scale, inverse_variance, sqb, sqh, sqn, skb,
     skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sxb, sxh, sxn, sdb, sdh, sdn, seb, seh, sen, H, num_queries,
     num_keys, padded_queries, padded_keys, D: gl.constexpr, TQ: gl.constexpr, TK: gl.constexpr, CAUSAL: gl.constexpr,
     EVEN: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
@@ -347,7 +351,7 @@ def backward_kernel(
     T: gl.constexpr = TQ if TQ > TK else TK
     i_bh = gl.program_id(0)
     i_b, i_h, i_g = (i_bh // H).to(gl.int64), (i_bh % H).to(gl.int64), i_bh.to(gl.int64)
-    if gl.load(FAR_HEADS + 2 * i_bh) + gl.load(FAR_HEADS + 2 * i_bh + 1) == 0:
+    if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         q_s = gl.allocate_shared_memory(gl.bfloat16, [TQ, BLOCK, D], tile)
         g_s = gl.allocate_shared_memory(gl.bfloat16, [TQ, BLOCK, D], tile)
         k_s = gl.allocate_shared_memory(gl.bfloat16, [TK, BLOCK, D], tile)

@@ -21,7 +21,7 @@ from mgk.ops.triton.launch_shifted import Saved
 from mgk.ops.triton.problem import GLUON, Problem, compile_options, generic, lanes, padded, strides
 
 if GLUON:
-    from mgk.ops.triton import hopper_projected
+    from mgk.ops.triton import hopper_common, hopper_projected
 
 
 def results(p: Problem) -> Saved:
@@ -77,7 +77,7 @@ def backward(
     on_queries, on_keys = generic(plan.query_tile), generic(plan.key_tile)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     query_parts = 0 if p.variances is None else query_blocks  # only variances have a gradient from the query pass
-    parts = query_parts + (keys.shape[-1] // hopper_projected.HALF.value if on_hopper else key_blocks)
+    parts = query_parts + (keys.shape[-1] // hopper_common.HALF.value if on_hopper else key_blocks)
     row_stats = p.empty(*rows.shape, max(2, lanes(on_keys)))
     part = p.empty(batch, p.heads, parts, p.components, 2)
     if p.packed or on_hopper:  # no program writes the parts after a sequence; fallback launches have other block sizes

@@ -63,7 +63,7 @@ def store_tile(p_base, block, start, num_rows, stride, ROWS: tl.constexpr, WIDTH
 
 @triton.jit
 def load_vectors(p_base, start, stride, SIZE: tl.constexpr, M: tl.constexpr):
-    """SIZE entries of M rows that lie `stride` apart, as a tuple of M vectors; the rows are padded, so no mask."""
+    """SIZE entries of M rows that are `stride` apart, as a tuple of M vectors. Rows are padded: no mask is needed."""
     vectors = ()
     for r in tl.static_range(M):
         vectors = vectors + (tl.load(p_base + r * stride + start + tl.arange(0, SIZE)),)
@@ -103,10 +103,10 @@ def unit_column(r: tl.constexpr, ROWS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_columns(p_base, start, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """WIDTH numbers that lie side by side for each of ROWS, as a tuple of WIDTH vectors.
+    """WIDTH adjacent numbers for each of ROWS, as a tuple of WIDTH vectors.
 
-    A loop copies such a block once, and each thread reads what it needs; a vector of fewer numbers than threads is
-    fetched by every warp, and with an address for every number.
+    A loop copies such a block once, and each thread reads what it needs. A vector with fewer numbers than threads would
+    be fetched by every warp, with one address per number.
     """
     o_row, o_column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     blocks = (tl.load(p_base + start * WIDTH + (o_row[:, None] * WIDTH + o_column[None, :])),)
@@ -158,7 +158,7 @@ def multiply_add(x, y, z):
 
 @triton.jit
 def multiply(x, y):
-    """x y of bfloat16, likewise; every GPU that has them has a product with a sum, and that of -0 changes nothing."""
+    """x y of bfloat16, two at a time, as a multiply-add of -0, which every GPU with bfloat16 has."""
     if INTERPRETED:
         result = x * y
     else:
@@ -171,7 +171,7 @@ def multiply(x, y):
 
 @triton.jit
 def widened(x):
-    """As float32. Of bfloat16 two at a time; one by one it is three instructions for two."""
+    """As float32; bfloat16 two at a time, in one instruction less."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         result = x.to(tl.float32)
     else:
@@ -212,7 +212,7 @@ def dropout(
     p_seed, i_head, first_query, first_key, threshold, inverse_keep, KEYS_DOWN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """What dropout multiplies the pairs of a tile by, a function of the seed and the place; `threshold` is p * 2^32.
+    """The dropout factor of each pair of a tile, a function of the seed and the position; `threshold` is p * 2^32.
 
     Blocks of eight queries and eight keys share a hash, which is multiplied by a number of the query's place in it and
     one of the key's. What a thread has of a row of a product lies 1 and 8 apart, in one block, whichever of queries and
@@ -247,10 +247,9 @@ def dropout(
 
 @triton.jit
 def sequence(p_span, i_batch, num_queries, num_keys, PACKED: tl.constexpr):
-    """Which multiple of the batch stride a batch begins at, and how many queries and keys it has.
+    """Where a sequence begins, as a multiple of the batch stride, and how many queries and keys it has.
 
-    Packed rows are a batch of one that holds many sequences, each attending to itself: it is the row where a sequence
-    begins, times the stride of a row, which the batch stride then is.
+    Packed sequences are rows of one batch entry: a sequence begins at a row, and the batch stride is that of a row.
     """
     origin = i_batch
     if PACKED:
@@ -261,7 +260,7 @@ def sequence(p_span, i_batch, num_queries, num_keys, PACKED: tl.constexpr):
 
 @triton.jit
 def is_behind(p_span, i_batch, start, PACKED: tl.constexpr):
-    """Whether a block begins so far behind the end of its sequence that no tile of it, of any size, has both."""
+    """Whether a block begins after the last tile, of any size, of its packed sequence."""
     behind = False
     if PACKED:
         behind = start >= tl.cdiv(tl.load(p_span + FIELDS * i_batch), PAD) * PAD
@@ -270,7 +269,7 @@ def is_behind(p_span, i_batch, start, PACKED: tl.constexpr):
 
 @triton.jit
 def key_range(p_span, i_batch, num_queries, num_keys, SPANS: tl.constexpr):
-    """How many queries and keys of this batch take part, up to the last that does."""
+    """One past the last query and the last key of this sequence that a mask leaves visible."""
     if SPANS:
         num_queries, num_keys = tl.load(p_span + FIELDS * i_batch), tl.load(p_span + FIELDS * i_batch + 1)
     return num_queries, num_keys
@@ -278,7 +277,7 @@ def key_range(p_span, i_batch, num_queries, num_keys, SPANS: tl.constexpr):
 
 @triton.jit
 def sees_a_key(p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPANS: tl.constexpr):
-    """Which of the queries `o_m` are before the end of those that take part and see at least one key."""
+    """Which of the queries `o_m` are real and see at least one key."""
     first_key, last_query = 0, 2147483647
     if SPANS:
         last_query, first_key = tl.load(p_span + FIELDS * i_batch), tl.load(p_span + FIELDS * i_batch + 2)
@@ -306,7 +305,7 @@ def key_tiles(
     i_m, i_batch, p_span, offset, last_query, last_key, num_keys, CAUSAL: tl.constexpr, KEY_MASK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Up to where a query block's key tiles are whole and hide nothing, and where its keys end."""
+    """Where the key tiles of a query block that need no mask end, and where its keys end."""
     stop = last_key
     if CAUSAL:
         stop = tl.minimum(stop, i_m * BM + BM + offset)
@@ -324,7 +323,7 @@ def key_tiles(
 def query_tiles(
     i_n, offset, last_query, last_key, num_queries, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """Where a key block's queries begin; see all of it; are the last in whole tiles; and end."""
+    """Where the query tiles of a key block begin; need no causal mask; end as full tiles; and end."""
     stop = last_query
     if i_n * BN >= last_key:
         stop = 0
@@ -341,8 +340,8 @@ def query_tiles(
 def work_of(item, blocks, groups, section, p_span, H, SPANS: tl.constexpr):
     """Block and head of a work item: `section` heads at a time, the first blocks of all of these first.
 
-    Where rows differ in length the long ones start first, and yet few heads' keys are in the cache at once. Sequences
-    that differ in length come longest first, for the same reason: what starts last should not take long.
+    So long rows start first, and still few heads' keys are in the cache at once. Sequences that differ in length come
+    longest first, for the same reason: what starts last should be short.
     """
     first = item // (blocks * section) * section
     width = tl.minimum(section, groups - first)
@@ -355,8 +354,8 @@ def work_of(item, blocks, groups, section, p_span, H, SPANS: tl.constexpr):
 
 @triton.jit
 def would_overflow(p_overflow, i_bh, LATE: tl.constexpr = True):
-    """Whether this head is for the launch that takes any numbers. Without the misfits while programs still flag them:
-    warps of one program that read different answers would part ways, and no product survives that.
+    """Whether a head is left to the fallback launch. LATE: also read the flags that the forward pass itself sets; while
+    its programs run, warps of one program might read different values, and no matrix product survives that.
     """
     flags = tl.load(p_overflow + 2 * i_bh)
     if LATE:
@@ -375,7 +374,7 @@ def any_overflows(p_overflow, groups, BLOCK: tl.constexpr):
 
 @triton.jit
 def flag_bad_sums(p_overflow, i_bh, l, sees):
-    """Leave this head to another launch if a row that sees a key has a sum that a fixed maximum may have spoilt."""
+    """Leave this head to the fallback launch if a row that sees a key has a sum near overflow or underflow."""
     if tl.max((sees & ~((l >= 2.0**-90) & (l <= 2.0**90))).to(tl.int32), 0) > 0:
         tl.store(p_overflow + 2 * i_bh + 1, 1.0)
 

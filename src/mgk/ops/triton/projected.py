@@ -1,13 +1,15 @@
-"""Kernels for projected keys, l[i,j,r] = q_i.k_jr/s2_r + row_bias[i,r] + key_bias[j,r]: M products, one with V.
+"""Generic kernels for projected keys, l[i,j,r] = q_i.k_jr/s2_r + row_bias[i,r] + key_bias[j,r].
 
-The key bias log prior - |k_jr|^2/(2 s2_r) comes from `bias.py`. With one variance the row bias is the same for all
+M score products, and one product with the values.
+
+The key bias log prior - |k_jr|^2/(2 s2_r) comes from bias.py. With one variance the row bias is the same for all
 components and cancels; with a variance per component (VARIANCES) it is -|q_i|^2/(2 s2_r), computed here.
 
-Fixed row maximum (FIXED): no component's log-weight is above its prior, so that |q_i|^2/2s2 bounds a row before any key
-is seen; see shifted.py. A head with a row that this does not fit is left to a second launch.
+FIXED row maximum: no component's log-weight exceeds its prior, so |q_i|^2/2s2 bounds a row before any key is seen; see
+shifted.py. A head with a row that this does not fit is left to a second launch.
 
-Narrow (bfloat16): the key bias is a factor w_r[j], multiplied in bfloat16, two at a time, and the sums over a row or
-column of a tile are a product with a few more columns. Heads whose w reach too far for that go to the second launch.
+NARROW (bfloat16): the key bias is a factor w_r[j], multiplied in bfloat16, two at a time, and the sums over a row or
+column of a tile are a matrix product with a few more columns. Heads whose w would overflow go to the second launch.
 """
 
 from __future__ import annotations
@@ -226,7 +228,7 @@ def winner(x, M: tl.constexpr):
 def query_step(
     start, state, b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """One key tile's share of dq (times s2, with one variance) and of the row biases."""
+    """Add one key tile's share of dq (times s2, with one variance) and of the row biases."""
     M: tl.constexpr = C.M
     FACTORED: tl.constexpr = C.NARROW and not C.HARD
     b_dq, drow = state
@@ -264,7 +266,7 @@ def query_step(
 
 @triton.jit
 def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
-    """dq, delta, and each query block's share of dvariance."""
+    """dq, delta, and the block's share of dvariance."""
     M: tl.constexpr = C.M
     _, SPAN, Q, K, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, ROW_STATS, DQ, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
@@ -333,7 +335,7 @@ def query_kernel(
 def key_step(
     start, state, keys, b_v, log_w, w, inverse, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """One query tile's share of dk, dv and the key biases, keys down and queries across."""
+    """Add one query tile's share of dk, dv and the key biases, transposed: keys are rows."""
     M: tl.constexpr = C.M
     FACTORED: tl.constexpr = C.NARROW and not C.HARD
     b_dk, b_dv, dw = state
@@ -395,7 +397,7 @@ def key_step(
 
 @triton.jit
 def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
-    """dk, dv, and each key block's share of dlog_prior and dvariance."""
+    """dk, dv, and the block's share of dlog_prior and dvariance."""
     M: tl.constexpr = C.M
     _, SPAN, Q, K, V, LW, FACTORS, VARIANCE, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen = strides

@@ -1,25 +1,24 @@
-"""Kernels for shifted keys, l[i,j,r] = q_i.k_j/s2 + log_u[i,r] + log_w[j,r], logarithms to the base 2.
+"""Generic kernels for shifted keys, l[i,j,r] = q_i.k_j/s2 + log_u[i,r] + log_w[j,r], logarithms to the base 2.
 
-Light road: 2^l = 2^(q.k/s2) * (w_0[j] + sum_r rho_r[i] w_r[j]) * 2^log_u_0[i]: one product, one exponential, a
-multiply-add per further component and a multiplication per pair. It holds what ordinary networks make; the kernel of
-bias.py measures how far the numbers of a head reach. Where they reach too far, all programs of that head end at once,
-and those of a second launch take the safe road: one product, and an exponential per component, right for all numbers.
+FAST path: 2^l = 2^(q.k/s2) * (w_0[j] + sum_r rho_r[i] w_r[j]) * 2^log_u_0[i]: one matrix product and one exponential
+per pair, a multiply-add per further component, and one multiplication. It holds the numbers of ordinary networks. A
+kernel of bias.py measures the range of each head; the programs of a head that would overflow end at once, and a second
+launch computes that head on the FALLBACK path: one product, and one exponential per component, right for all numbers.
 Hard E-step: max_r(log_u + log_w) = log_u[i,0] + max(log_w[j,0], log_w[j,r] + lead[i,r]).
 
-Fixed row maximum (FIXED): no component's log-weight is above its prior, so that |q_i|^2/2s2 - log_u_0[i] bounds a row
-before any key is seen. Subtracting it needs no maximum, no rescaling and no waiting for the whole row. A row so far
-from all keys that its sum comes near underflow is noticed at the end, and the head is left to the second launch.
-float16 has too few exponents for it and keeps the running maximum.
+FIXED row maximum: no component's log-weight exceeds its prior, so |q_i|^2/2s2 - log_u_0[i] bounds a row before any key
+is seen. Subtracting it needs no running maximum and no rescaling. A row so far from all keys that its sum comes near
+underflow is detected at the end, and the head is left to the second launch. float16 has too few exponents for this and
+keeps the running maximum.
 
-Narrow mixing (bfloat16): the mixing factors are multiplied in bfloat16, two at a time, and the sums over a row or
-column of a tile are a product with a few more columns. The hard E-step then has a light road too (FAST_HARD; backward
-for two components): the largest term in place of the sum.
+NARROW mixing (bfloat16): the mixing factors are multiplied in bfloat16, two at a time, and the sums over a row or
+column of a tile are a matrix product with a few more columns. The hard E-step then has a fast path too (FAST_HARD;
+backward for two components): the largest term in place of the sum.
 
-KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, later LSE (+inf where a
-query sees no key; less log_u_0, but on the safe road), the rho (hard: the leads), the log_u. Both are padded to whole
-tiles. They are vectors along a tile, which every warp holds: what the loop computed from them would be computed 32
-times over.
-docs/math.md derives all of it; docs/kernels.md says what bounds it.
+KEYS (G, 1+2M, Nk'): 0 or -inf where hidden, the w, the log_w. ROWS (G, 1+2M, Nq'): the bound, later the log-sum-exp
+(+inf where a query sees no key; less log_u_0, except on the FALLBACK path), the rho (hard: the leads), the log_u. Both
+are padded to whole tiles. They are computed beforehand: each warp holds these vectors, so that a loop would compute
+them 32 times. docs/math.md derives all of it; docs/kernels.md says what limits it.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops import dispatch
+from mgk.ops.triton.mixing import best_bid, bid, cast_tuple, exp2_tuple, lead_over_second, mixed, second_share, weight
 from mgk.ops.triton.primitives import (
     COLUMNS,
     COUNTS,
@@ -38,7 +38,6 @@ from mgk.ops.triton.primitives import (
     for_each_block,
     key_range,
     key_tiles,
-    larger,
     load_columns,
     load_tile,
     load_vector,
@@ -52,7 +51,6 @@ from mgk.ops.triton.primitives import (
     split_columns,
     store_tile,
     unit_column,
-    where_larger,
     where_tuple,
     zeros_tuple,
 )
@@ -63,89 +61,18 @@ FOREVER = tl.constexpr(float("inf"))
 
 
 @triton.constexpr_function
-def is_fast(road):
-    return road in (FAST, FAST_HARD)
+def is_fast(path):
+    return path in (FAST, FAST_HARD)
 
 
 @triton.constexpr_function
-def is_hard(road):
-    return road in (HARD, FAST_HARD)
-
-
-@triton.jit
-def mixed(rho, w, KEYS_DOWN: tl.constexpr, M: tl.constexpr, BEST: tl.constexpr = False):
-    """w_0[j] + sum_r rho_r[i] w_r[j], or the largest of these.  # [BM, BN], or [BN, BM] with the keys down"""
-    result = w[0][:, None] if KEYS_DOWN else w[0][None, :]
-    for r in tl.static_range(1, M):
-        other = w[r][:, None] * rho[r][None, :] if KEYS_DOWN else rho[r][:, None] * w[r][None, :]
-        result = larger(tl.broadcast_to(result, other.shape), other) if BEST else result + other
-    return result
-
-
-@triton.jit
-def cast_tuple(vectors, dtype: tl.constexpr, M: tl.constexpr):
-    result = ()
-    for r in tl.static_range(M):
-        result = result + (vectors[r].to(dtype),)
-    return result
-
-
-@triton.jit
-def exp2_tuple(vectors, M: tl.constexpr):
-    result = ()
-    for r in tl.static_range(M):
-        result = result + (tl.exp2(vectors[r]),)
-    return result
-
-
-@triton.jit
-def bid(lead, log_w, KEYS_DOWN: tl.constexpr):
-    if KEYS_DOWN:
-        result = log_w[:, None] + lead[None, :]
-    else:
-        result = log_w[None, :] + lead[:, None]
-    return result
-
-
-@triton.jit
-def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
-    """max_r(log_w[j,r] + lead[i,r]) with lead[0] = 0, and who has it: the first one among equals."""
-    best = tl.broadcast_to(log_w[0][:, None] if KEYS_DOWN else log_w[0][None, :], like.shape)
-    won = tl.zeros(like.shape, tl.int32)
-    for r in tl.static_range(1, M):
-        other = bid(lead[r], log_w[r], KEYS_DOWN)
-        won = tl.where(other > best, r, won)
-        best = tl.maximum(best, other)
-    return best, won
-
-
-@triton.jit
-def second_share(ds, sums, lead, gap, KEYS_DOWN: tl.constexpr):
-    """Sums along `ds` of what is the second component's, added to the second column: pairs whose lead is above the gap.
-
-    In float16, which tells leads of 2 to 4 from gaps a thousandth away; weights in bfloat16 would be mistaken for equal
-    five times as far from it.
-    """
-    gap, lead = (gap[:, None], lead[None, :]) if KEYS_DOWN else (gap[None, :], lead[:, None])
-    share = where_larger(tl.broadcast_to(gap, ds.shape), tl.broadcast_to(lead, ds.shape), ds)
-    return tl.dot(share, unit_column(1, ds.shape[1], ds.dtype), sums)
-
-
-@triton.jit
-def lead_over_second(log_w):
-    """What a query must lead by for the second component to win, as float16 can hold it."""
-    return tl.clamp(log_w[0] - log_w[1], -60000.0, 60000.0).to(tl.float16)
-
-
-@triton.jit
-def weight(x):
-    """2^x of a row whose weights sum to 1, however much rounding of huge exponents says otherwise."""
-    return tl.exp2(tl.minimum(x, 0.0))
+def is_hard(path):
+    return path in (HARD, FAST_HARD)
 
 
 @triton.jit
 def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr):
-    """`rows` are the rho, on the safe road the log_u, on the hard one the leads."""
+    """Add one key tile to the running sums. `rows`: the rho; FALLBACK: the log_u; HARD: the leads."""
     M: tl.constexpr = C.M
     acc, m, l = state
     p_k, p_v, p_keys, p_narrow, p_seed = pointers
@@ -274,9 +201,9 @@ def forward_kernel(
 def query_step(
     start, state, b_q, b_do, rows, lse, delta, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """One key tile's share of dq and, after the first component, of dlog_u; on the light road that lacks its rho.
+    """Add one key tile's share of dq and of dlog_u after the first component (on the FAST path without its rho).
 
-    `rows` are the rho (and, FAST_HARD, the lead), on the safe road the log_u, on the hard one the leads. `du` has a
+    `rows`: the rho (FAST_HARD: and the lead); FALLBACK: the log_u; HARD: the leads. `du` has a
     vector per component, or with narrow mixing is one block of columns.
     """
     M: tl.constexpr = C.M
@@ -346,8 +273,8 @@ def store_row_stats(
     p_row_stats, p_columns, o_m, lse, delta, rows, padded_queries, dtype: tl.constexpr, M: tl.constexpr,
     AS_COLUMNS: tl.constexpr, AS_VECTORS: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """What the key side needs of a query side by side: LSE, delta, the rest of `rows`; or, for that of hopper.py, as
-    vectors along the queries, the rest in 16 bits. And 1 and these, narrow, again as columns.
+    """Store what the key pass needs of each query: the log-sum-exp, delta and the rest of `rows`, side by side; or, for
+    the Hopper kernel, as vectors along the queries, the rest in 16 bits. AS_COLUMNS: 1 and the rest in bfloat16, too.
     """
     if AS_VECTORS:
         tl.store(p_row_stats + o_m, lse)
@@ -372,7 +299,7 @@ def store_row_stats(
 
 @triton.jit
 def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
-    """dq, what the key side needs, and each query block's share of dshift."""
+    """dq, what the key pass needs, and the block's share of dshift."""
     M: tl.constexpr = C.M
     _, SPAN, Q, K, SHIFT, V, KEYS, FACTORS, KEY_COLUMNS, OUT, ROWS, SEED, DO, ROW_STATS, ROW_COLUMNS, DQ, PART = tensors
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
@@ -458,9 +385,9 @@ def query_kernel(
 
 @triton.jit
 def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr):
-    """One query tile's share of dk, dv and dlog_w, keys down and queries across; on the light road dlog_w lacks its w.
+    """Add one query tile's share of dk, dv and dlog_w (on the FAST path without its w), transposed: keys are rows.
 
-    `w` are the w of the light road (and, FAST_HARD, the gap), the log_w of the others. `dw` has a vector per
+    `w`: the w (FAST_HARD: and the gap); other paths: the log_w. `dw` has a vector per
     component, or with narrow mixing is one block of columns.
     """
     M: tl.constexpr = C.M
@@ -541,7 +468,7 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
 
 @triton.jit
 def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
-    """dk, dv, and each key block's share of dshift and dlog_prior."""
+    """dk, dv, and the block's share of dshift and dlog_prior."""
     M: tl.constexpr = C.M
     _, SPAN, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen = strides

@@ -1,18 +1,17 @@
-"""Shifted keys where a sequence is a few tiles: one program does a head, in one launch each for forward and backward.
+"""Kernels for shifted keys and short sequences: one program computes a head, in one launch each way.
 
-Forward is that of bias.py and shifted.py, one after the other. A head that reaches too far is done again at once.
+Forward is that of bias.py and shifted.py, one after the other. A head that would overflow is computed again at once.
 
-Backward walks over key tiles and, for each, over the query tiles that see it, keys down and queries across; what a
-query tile gets of each key tile is added up in memory that the program has to itself. So a pair has five products and
-one exponential instead of seven and two, and the mixing leaves the loop: with e = 2^(q.k/s2 - LSE) and
+Backward loops over key tiles and, for each, over the query tiles that see it; what a query tile gets of each key tile
+is summed in memory that the program has to itself. So a pair has five products and one exponential instead of seven
+and two, and the mixing leaves the loop: with e = 2^(q.k/s2 - LSE) and
 g = e (v.do - delta), and d_rj = (w_r [sum_i g rho_r q] - dlog_w_r (k + b_r)) / s2, it is
 
     dv = sum_r w_r [sum_i e rho_r do]     dlog_w_r = w_r [sum_i g rho_r]     dk = sum_r d_rj
     dq = sum_r rho_r [sum_j g w_r (k + b_r)] / s2     dshift_r = sum_j d_rj
 
-A product can add a vector to all rows of a tile: three columns of bfloat16 hold all bits of LSE, three more of delta.
-Hard E-step: the winner's weight in place of the mixture, HARD. Heads that reach too far: FALLBACK, an exponential per
-component.
+A product can add a vector to all rows of a tile: three columns of bfloat16 hold all bits of the log-sum-exp, three more
+those of delta. Hard E-step: the winner's weight in place of the mixture. FALLBACK: one exponential per component.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.bias import shifted_bias_block
+from mgk.ops.triton.mixing import best_bid, bid, weight
 from mgk.ops.triton.primitives import (
     ALL,
     COLUMNS,
@@ -37,9 +37,9 @@ from mgk.ops.triton.primitives import (
     would_overflow,
     zeros_tuple,
 )
-from mgk.ops.triton.shifted import FALLBACK, FAST, HARD, best_bid, bid, forward_block, weight
+from mgk.ops.triton.shifted import FALLBACK, FAST, HARD, forward_block
 
-NOTHING = tl.constexpr(-1e30)  # stands for minus infinity, times zero is zero
+LOWEST = tl.constexpr(-1e30)  # stands for minus infinity, but times zero it is zero
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -122,7 +122,7 @@ def prepare(
         tl.store(p_dq + o_m[:, None] * C.BD + o_d[None, :], tl.zeros([C.BM, C.BD], tl.float32))
         p_row = p_rest + o_m[:, None] * C.WIDTH
         columns = tl.where(o_column[None, :] == 0, tl.full([C.BM, COLUMNS], 1.0, tl.float32), 0.0)
-        columns = three_columns(columns, tl.maximum(-load_vector(p_rows, start, C.BM) / scale, NOTHING), SUMS)
+        columns = three_columns(columns, tl.maximum(-load_vector(p_rows, start, C.BM) / scale, LOWEST), SUMS)
         columns = three_columns(columns, -delta, SUMS + 3)
         if PATH == FAST:
             for r in tl.static_range(1, M):

@@ -1,0 +1,196 @@
+"""What the Hopper kernels share: small block functions in Gluon, and descriptors of tensors for the copy engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mgk.ops.triton.launch import launch
+
+copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.7
+BLOCK = 128  # queries or keys of a program, half of them for each of the two warp groups that compute
+HALF = gl.constexpr(64)
+COLUMNS = gl.constexpr(16)
+COUNTS = ("groups", "section", "H", "num_queries", "num_keys", "positions", "query_parts", "parts", "width")
+THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
+ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
+
+
+@gluon.jit
+def multiply_add(x, y, z):
+    return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def multiply(x, y):
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}", "=r,r,r", [x, y], gl.bfloat16,
+        True, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def larger(x, y):
+    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def where_larger(x, y, z):
+    """z where y is larger than x, else 0; x and y of float16, z of bfloat16."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 mask; set.gt.u32.f16x2 mask, $2, $1; and.b32 $0, $3, mask;}", "=r,r,r,r",
+        [x, y, z], gl.bfloat16, True, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def column_of(block, r: gl.constexpr, layout: gl.constexpr):
+    """Column r of a product's few columns, in the layout of the rows of another."""
+    o_column = gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
+    return gl.convert_layout(gl.sum(gl.where((o_column == r)[None, :], block, 0.0), 1), gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def work_of(item, blocks, groups, section):
+    """As in primitives.py, for sequences of one length."""
+    first = item // (blocks * section) * section
+    width = gl.minimum(section, groups - first)
+    rest = item - first * blocks
+    return rest // width, first + rest % width
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """Barriers: a stage of the ring is full; both warp groups have read it; the block is loaded; whose turn it is."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
+    return full, empty, ready, turn
+
+
+@gluon.jit
+def take_turn(turn, part: gl.constexpr, t):
+    """Wait for the turn to issue the products of a tile; the first warp group begins. If both issued at once, both
+    would wait for products and then both compute.
+    """
+    mbarrier.wait(turn.index(part), (t & 1) ^ (1 - part))
+
+
+@gluon.jit
+def pass_turn(turn, part: gl.constexpr):
+    mbarrier.arrive(turn.index(1 - part))
+
+
+@gluon.jit
+def unit_columns(r: gl.constexpr, ROWS: gl.constexpr):
+    """Ones in column r: a product with it sums rows."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, rows))
+    ones = gl.full([ROWS, COLUMNS], 1.0, gl.bfloat16, rows)
+    return gl.allocate_shared_memory(
+        gl.bfloat16, [ROWS, COLUMNS], THIN, gl.where((o_column == r)[None, :], ones, gl.zeros_like(ones))
+    )
+
+
+@gluon.jit
+def range_of(i_m, num_queries, num_keys, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many key tiles a query block sees, and how many of them hide nothing."""
+    whole, count, offset = num_keys // BN, gl.cdiv(num_keys, BN), num_keys - num_queries
+    if CAUSAL:
+        count = gl.minimum(count, gl.cdiv(gl.maximum(i_m * BM + BM + offset, 0), BN))
+        whole = gl.minimum(whole, gl.maximum(i_m * BM + offset + 1, 0) // BN)
+    return whole, count
+
+
+@gluon.jit
+def seen_keys(o_m, o_n, num_queries, num_keys, CAUSAL: gl.constexpr, EVEN: gl.constexpr):
+    """Which query sees which key, of rows and columns as vectors of the layout of a tile."""
+    if CAUSAL:
+        seen = o_n[None, :] <= o_m[:, None] + (num_keys - num_queries)
+        if not EVEN:
+            seen = seen & (o_n < num_keys)[None, :]
+    else:
+        seen = (o_n[None, :] < num_keys) & (o_m[:, None] >= 0)
+    return seen
+
+
+@gluon.jit
+def has_bad_sum(total, o_m, num_queries, num_keys, CAUSAL: gl.constexpr):
+    """Which queries that see a key have a sum near overflow or underflow; see primitives.flag_bad_sums."""
+    bad = ((total >= 2.0**-90) & (total <= 2.0**90) == 0) & (o_m < num_queries)
+    if CAUSAL:
+        bad = bad & (o_m + num_keys - num_queries >= 0)
+    return bad
+
+
+def even(query: Tensor, key: Tensor) -> bool:
+    return query.shape[2] % BLOCK == key.shape[-2] % BLOCK == 0
+
+
+def layout(width: int, rank: int) -> Any:
+    """Of a tile of `width` columns in shared memory."""
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
+
+
+def tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Of rows along the last dimension but one."""
+    rank, width = tensor.dim(), tensor.shape[-1]
+    shape = [*[1] * (rank - 2), rows, width]
+    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], shape, layout(width, rank))
+
+
+def lines(tensor: Tensor, width: int, layout: Any) -> TensorDescriptor:
+    """Of vectors along a last dimension."""
+    flat = tensor.view(-1, tensor.shape[-1])
+    return TensorDescriptor(flat, [*flat.shape], [*flat.stride()], [1, width], layout)
+
+
+def columns(tensor: Tensor, rows: int) -> TensorDescriptor:
+    flat = tensor.view(-1, tensor.shape[-1])
+    return TensorDescriptor(flat, [*flat.shape], [*flat.stride()], [rows, COLUMNS.value], THIN.value)
+
+
+def run(kernel: Any, length: int, block: int, query: Tensor, *arguments: Any, **constants: Any) -> None:
+    """A program for each block of queries, or of keys, of each head."""
+    launch(kernel, (-(-length // block) * query.shape[0] * query.shape[1],), *arguments, **constants, num_warps=4)
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    return [stride for tensor in tensors for stride in tensor.stride()[:-1]]
+
+
+@gluon.jit
+def without(whole, part):
+    """`whole` where `part`, which has either all of it or 0, has 0."""
+    return gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [whole, part], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def second_of(x_0, x_1, whole):
+    """`whole`, of bfloat16, where x_1 is larger than x_0, else 0: by the signs of the differences, two at a time."""
+    return gl.inline_asm_elementwise(
+        "{.reg .f32 a, b; .reg .b32 sign; sub.f32 a, $1, $3; sub.f32 b, $2, $4; "
+        "prmt.b32 sign, a, b, 0xffbb; and.b32 $0, $5, sign;}",
+        "=r,f,f,f,f,r", [x_0, x_1, whole], gl.bfloat16, True, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def scores(b_q, k_ring, stage, zero, BN: gl.constexpr, D: gl.constexpr):
+    """Products of queries with both keys of a tile, under way."""
+    k_0, k_1 = k_ring.index(2 * stage).reshape([BN, D]), k_ring.index(2 * stage + 1).reshape([BN, D])
+    s_0 = warpgroup_mma(b_q, k_0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_1 = warpgroup_mma(b_q, k_1.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return s_0, s_1
