@@ -138,13 +138,18 @@ def test_padded_queries_of_cross_attention_and_of_a_step(kind: str) -> None:
 @each_variant
 @pytest.mark.parametrize("bias", [True, False])
 def test_projections_are_the_modules_that_stand_there(kind: str, bias: bool) -> None:
-    """They run as one product; not where one has a hook, or an adapter in its place."""
+    """They run as one product, unless one of them has a hook, an adapter in its place or another `forward`."""
     module, x, calls = make(kind, bias=bias), normal(2, 5, 12), []
     expected = module(x)[0]
     handle = module.key_proj.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(module(x)[0], expected, **EXACT)
     assert calls == [1]
     handle.remove()
+    linear = module.value_proj.forward
+    module.value_proj.forward = lambda x: calls.append(2) or linear(x)  # type: ignore[method-assign,func-returns-value]
+    torch.testing.assert_close(module(x)[0], expected, **EXACT)
+    assert calls == [1, 2]
+    del module.value_proj.forward
 
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def test_recomputation_changes_nothing(kind: str, dropout: float) -> None:
             output.square().sum().backward()
         results.append([output, *(p.grad for p in model.parameters()), *model.buffers()])
     torch.testing.assert_close(results[0], results[1], **EXACT)
-    assert all(layer.attention.moves for layer in again.layers)  # type: ignore[union-attr]
+    assert all(layer.attention.m_step_enabled for layer in again.layers)  # type: ignore[union-attr]
 
 
 def test_recomputation_keeps_less() -> None:

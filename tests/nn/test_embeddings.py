@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mgk
 from mgk.nn import MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions
-from mgk.nn.embeddings import FEW, Embedding, rotate
+from mgk.nn.embeddings import SMALL_VOCABULARY, Embedding, rotate
 from tests.nn.common import EXACT, KINDS, make, normal
 
 HEAD, TURNING = 8, 4
@@ -39,7 +39,7 @@ def turned(x: Tensor, positions: Tensor, rotary_dim: int = TURNING) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 7), (2, 64), (0,)])
-@pytest.mark.parametrize("vocabulary", [5, FEW, FEW + 1])
+@pytest.mark.parametrize("vocabulary", [5, SMALL_VOCABULARY, SMALL_VOCABULARY + 1])
 def test_a_table_is_pytorchs(shape: tuple[int, ...], vocabulary: int) -> None:
     """Rows and gradients, of a table of few symbols and of many; symbols that do not occur get zero."""
     tokens = torch.randint(0, vocabulary - 1, shape, generator=torch.Generator().manual_seed(0))

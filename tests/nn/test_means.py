@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Normal
 
-from mgk.nn import MixtureAttention
-from mgk.nn import means as m_step
+from mgk.nn import MixtureAttention, m_step
 from tests.nn.common import EXACT, make, normal, visible
 from tests.nn.processes import in_two_processes
 
@@ -121,7 +120,7 @@ def test_a_single_query_leaves_a_variance_above_zero() -> None:
     for _ in range(20):
         output, _ = module(normal(1, 1, 12))
     assert module.log_variance is not None
-    assert float(module.log_variance.min()) >= math.log(m_step.LEAST) - 1e-9
+    assert float(module.log_variance.min()) >= math.log(m_step.MIN_VARIANCE) - 1e-9
     assert output.isfinite().all()
 
 

@@ -93,7 +93,7 @@ def test_pieces_are_the_whole(cutoffs: tuple[int, ...], monkeypatch: pytest.Monk
     target = torch.arange(64) % VOCABULARY
     results, largest = [], []
     for room in (1 << 26, 100):
-        monkeypatch.setattr(output, "MOST_LOGITS", room)
+        monkeypatch.setattr(output, "MAX_LOGITS", room)
         hidden, sizes = normal(64, WIDTH).requires_grad_(), [0]
 
         def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
@@ -121,7 +121,7 @@ def test_kernels_have_the_same_losses(
     for target in (torch.arange(40) % VOCABULARY, torch.full((7,), 20), torch.tensor([0, output.IGNORE, 3])):
         results = []
         for own in (False, True):
-            monkeypatch.setattr(output, "fused", lambda hidden, own=own, **_: own)
+            monkeypatch.setattr(output, "is_fused", lambda hidden, own=own, **_: own)
             hidden = normal(len(target), WIDTH).float().to(DEVICE).requires_grad_()
             with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
                 losses = module.losses(hidden, weight, target.to(DEVICE))
@@ -142,7 +142,7 @@ def test_kernels_have_the_same_losses(
 )  # fmt: skip
 def test_where_kernels_take_them(device: str, width: int, adaptive: bool, logits: int, expected: bool) -> None:
     with torch._subclasses.FakeTensorMode():
-        assert output.fused(torch.empty(3, width, device=device), adaptive=adaptive, logits=logits) == expected
+        assert output.is_fused(torch.empty(3, width, device=device), adaptive=adaptive, logits=logits) == expected
 
 
 def test_cutoffs_beyond_the_vocabulary_do_not_count() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn import Block, MixtureAttention, softmax
-from mgk.nn.packing import Packing, real_first, sums_of
+from mgk.nn.packing import Packing, group_sums, real_first
 from tests.nn.common import EXACT, KINDS, make, normal
 from tests.ops.triton_env import DEVICE
 
@@ -230,9 +230,9 @@ def test_sums_of_groups(rows: int) -> None:
     """What is in no group is left out. Autocast rounds nothing: errors are of float32, of sums of the order of 10."""
     x, group = normal(rows, 5), torch.arange(rows) % 7 - 1
     expected = torch.stack([x[group == each].sum(0) for each in range(4)])
-    torch.testing.assert_close(sums_of(x, group, 4), expected, **EXACT)
+    torch.testing.assert_close(group_sums(x, group, 4), expected, **EXACT)
     with torch.autocast("cpu", torch.bfloat16):
-        found = sums_of(x.float(), group, 4)
+        found = group_sums(x.float(), group, 4)
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -244,7 +244,7 @@ def test_packed_rows_on_a_gpu() -> None:
         torch.manual_seed(0)
         module = MixtureAttention(16, 2, variant="softmax", dtype=torch.float64).to("cuda", dtype)
         packing = Packing(mask, int(mask.sum()) + 2)
-        x = normal(len(packing.rows), 16).to("cuda", dtype).requires_grad_()
+        x = normal(len(packing.position), 16).to("cuda", dtype).requires_grad_()
         output, _ = module(x, packing=packing)
         torch.autograd.backward(output[:-2], normal(len(x) - 2, 16, seed=1).to(output))
         results.append([each.double() for each in (output[:-2], x.grad)])  # type: ignore[union-attr]

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from mgk.ops import arguments as check
 from mgk.ops import blockwise, reference
-from mgk.ops.common import MAX_QUERIES, compute_dtype, shifted_keys, without_autocast
-from mgk.ops.operator import is_watched
+from mgk.ops.common import compute_dtype, shifted_keys, without_autocast
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -267,32 +265,10 @@ def update_components(
         return new_key + centre[:, :, None], new_variance
 
 
-def small_kernels(x: Tensor) -> bool:
-    """Whether kernels of our own may stand for some of PyTorch's operators: on a GPU, where no compiler fuses those."""
-    return x.is_cuda and HAS_TRITON and not torch.compiler.is_compiling()
-
-
 def takes_rows(x: Tensor, width: int, impl: str) -> bool:
     """Whether `rows_attention` has kernels for heads of this width, of what is made of x."""
     fits = x.dtype in TRITON_DTYPES and width <= TRITON_WIDTH
     return HAS_TRITON and fits and (impl == "triton" or (impl == "auto" and x.is_cuda))
-
-
-def takes_layer(x: Tensor, parameters: list[Tensor], dtype: torch.dtype, width: int, impl: str) -> bool:
-    """Whether all of a self-attention is one step on a GPU: its kernels fit, and nobody wants to see parts of it.
-
-    It computes the gradients of all parameters or of none.
-    """
-    few = x.shape[-2] <= MAX_QUERIES and not torch.is_grad_enabled()  # which have kernels of their own
-    return (
-        takes_rows(x, width, impl)
-        and dtype in TRITON_DTYPES
-        and x.numel() > 0
-        and not few
-        and not is_watched((x, *parameters))
-        and peek_interpreter_stack() is None
-        and (not torch.is_grad_enabled() or all(each.requires_grad for each in parameters))
-    )
 
 
 def rows_attention(
