@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from mgk.nn import MixtureAttention
 from tests.nn.common import EXACT, KINDS, dense, make, normal, visible
+from tests.ops.triton_env import DEVICE
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 each_variant = pytest.mark.parametrize("kind", ["softmax", "linear", "mgk", "smgk", "mlk", "smlk"])
@@ -139,17 +142,18 @@ def test_padded_queries_of_cross_attention_and_of_a_step(kind: str) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_projections_are_the_modules_that_stand_there(kind: str, bias: bool) -> None:
     """They run as one product, unless one of them has a hook, an adapter in its place or another `forward`."""
-    module, x, calls = make(kind, bias=bias), normal(2, 5, 12), []
+    module, x = make(kind, bias=bias), normal(2, 5, 12)
+    calls: Any = []
     expected = module(x)[0]
     handle = module.key_proj.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(module(x)[0], expected, **EXACT)
     assert calls == [1]
     handle.remove()
-    linear = module.value_proj.forward
-    module.value_proj.forward = lambda x: calls.append(2) or linear(x)  # type: ignore[method-assign,func-returns-value]
+    replaced: Any = module.value_proj  # as accelerate replaces it
+    replaced.forward = lambda x: nn.functional.linear(calls.append(2) or x, replaced.weight, replaced.bias)
     torch.testing.assert_close(module(x)[0], expected, **EXACT)
     assert calls == [1, 2]
-    del module.value_proj.forward
+    del replaced.forward
 
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -231,6 +235,28 @@ def test_bfloat16_autocast(kind: str) -> None:
     assert output.dtype == torch.bfloat16
     output.float().sum().backward()
     torch.testing.assert_close(output.float(), expected, rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, in Triton's interpreter
+@pytest.mark.parametrize("kind", ["mgk", "smgk", "smgk-hard"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_gradients_of_the_kernels(kind: str, precision: str) -> None:
+    """Of padded inputs and all parameters, against float64: some roundings of numbers of the order of 1 to 10."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    padding, results = torch.tensor([[False] * 6, [False] * 4 + [True] * 2]), []
+    for impl, device, number in (("triton", DEVICE, dtype), ("reference", "cpu", torch.float64)):
+        module, x = make(kind, impl=impl).to(dtype).to(device, number), normal(2, 6, 12).to(dtype).to(device, number)
+        x.requires_grad_()
+        hidden = padding.to(device)
+        lowered = precision == "autocast" and impl == "triton"
+        with torch.autocast(device, torch.bfloat16) if lowered else nullcontext():
+            output, _ = module(x, key_padding_mask=hidden, query_padding_mask=hidden)
+        assert output.dtype == (torch.bfloat16 if lowered else number)
+        grads = torch.autograd.grad(output[~hidden].square().sum(), [x, *module.parameters()])
+        results.append([grad.detach().double().cpu() for grad in (output[~hidden], *grads)])
+    for found, expected in zip(*results, strict=True):
+        rounding = 2**-20 if precision == "float32" else 2**-7
+        assert (found - expected).norm() <= 8 * rounding * max(float(expected.norm()), 1)
 
 
 def as_multihead(attention: nn.MultiheadAttention) -> MixtureAttention:

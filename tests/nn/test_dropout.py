@@ -107,7 +107,12 @@ def test_where_a_layer_uses_it(
     layer = Block(make("smgk"), 16, norm="pre", activation=activation, dropout=dropout).float().train(training)
     layer.up = layer.down = nn.Identity()  # type: ignore[assignment]
     calls: list[float] = []
-    monkeypatch.setattr(block, "relu_dropout", lambda x, p: calls.append(p) or x.relu())
+
+    def note(x: Tensor, p: float) -> Tensor:
+        calls.append(p)
+        return x.relu()
+
+    monkeypatch.setattr(block, "relu_dropout", note)
     with torch._subclasses.FakeTensorMode():
         on_cpu, on_gpu = torch.empty(2, 5, 12), torch.empty(2, 5, 12, device="cuda")
         layer._feed_forward(on_gpu)

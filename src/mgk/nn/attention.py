@@ -267,9 +267,9 @@ class MixtureAttention(nn.Module):
         value = key if value is None else value
         batched = not (isinstance(query, Tensor) and query.dim() == 2)
         if not batched:
-            query, key, value, key_padding_mask, query_padding_mask = (
-                x[None] if isinstance(x, Tensor) else x
-                for x in (query, key, value, key_padding_mask, query_padding_mask)
+            query, key, value = (x[None] if isinstance(x, Tensor) else x for x in (query, key, value))
+            key_padding_mask, query_padding_mask = (
+                x[None] if isinstance(x, Tensor) else x for x in (key_padding_mask, query_padding_mask)
             )
         arguments.check_inputs(self, query, key, value)
         if cache is not None:
