@@ -129,7 +129,7 @@ def test_forward(options: dict[str, Any], error: type[Exception], message: str) 
         make("smgk")(**({"query": x} | options))
 
 
-def test_autocast_takes_other_dtypes() -> None:
+def test_autocast_accepts_other_dtypes() -> None:
     module = make("smgk").float()
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x.half())[0].isfinite().all()
