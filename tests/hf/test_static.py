@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgk.hf import MGKCache
 from mgk.hf import static as module
 from mgk.hf.static import buffers_of
-from mgk.nn import MixtureAttention
+from mgk.nn import AttentionInputs, MixtureAttention
 from mgk.ops import arguments
 from tests.hf.common import make
 from tests.hf.test_generate import CLOSE, FORMS, GROWING, generate, prompts
@@ -45,19 +45,20 @@ def test_steps_equal_one_call_of_the_model(kind: str, form: str) -> None:
 
 
 @torch.no_grad()
-def test_all_steps_have_one_shape_and_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_steps_have_one_shape_and_one_memory() -> None:
     """A CUDA graph needs this: the number of keys is always the capacity, at the same address."""
     model, tokens = make("language", "smgk"), torch.randint(1, 20, (2, CAPACITY))
     cache = static(model)
     model(tokens[:, :4], past_key_values=cache)
     seen: list[tuple[Any, ...]] = []
-    gaussian = MixtureAttention._gaussian
 
-    def look(self: MixtureAttention, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    def look(module: MixtureAttention, inputs: AttentionInputs) -> None:
+        key, value = inputs.key, inputs.value
         seen.append((key.shape, value.shape, key.data_ptr(), value.data_ptr()))
-        return gaussian(self, query, key, value, *rest)
 
-    monkeypatch.setattr(MixtureAttention, "_gaussian", look)
+    for layer in model.modules():
+        if isinstance(layer, MixtureAttention):
+            layer.register_attention_hook(look)
     for n in range(4, CAPACITY):
         model(tokens[:, n : n + 1], past_key_values=cache)
     layers = model.config.layers

@@ -1,4 +1,4 @@
-"""Classifier and matcher are their formulas for every attention, and padding is nothing to them."""
+"""Classifier and matcher compute their formulas for every attention, and padding changes nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_packed_tokens_are_the_padded_ones(kind: str, name: str, positions: str,
     torch.testing.assert_close(results[1], results[0], **EXACT)
 
 
-def test_wrong_packed_tokens_are_named() -> None:
+def test_wrong_packed_tokens() -> None:
     model, data = make("classifier", "softmax"), batch("classifier")
     packed, mask = data["tokens"][data["mask"]], data["mask"]
     with pytest.raises(ValueError, match=r"tokens: expected at least the \d+ that the mask has, got"):
@@ -142,7 +142,7 @@ def test_gradients_reach_every_parameter(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["smgk-em", "smgk-positions"])
 @pytest.mark.parametrize("name", ["classifier", "matcher", "language", "vision"])
-def test_priors_move_in_training_alone(name: str, kind: str) -> None:
+def test_priors_change_only_in_training(name: str, kind: str) -> None:
     model = make(name, kind)
     priors = [value for key, value in model.named_buffers() if key.endswith("log_prior")]
     before = [prior.clone() for prior in priors]
@@ -171,7 +171,7 @@ def test_initial_values() -> None:
     assert attention.out_proj.weight.shape == (64, 128)
 
 
-def test_dropout_of_the_linear_family_is_no_mistake() -> None:
+def test_linear_family_ignores_attention_dropout() -> None:
     model = make("classifier", "smlk", attention_dropout=0.1)
     assert model.encoder.stack.layers[0].attention.dropout == 0
     assert make("classifier", "smgk", attention_dropout=0.1).encoder.stack.layers[0].attention.dropout == 0.1

@@ -6,12 +6,10 @@ B batch, H heads, M components, Nq queries, Nk keys, D width of a head; i query,
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mgk.nn import MixtureAttention
 from mgk.ops.feature_maps import ScaledFeatures, dpfp
@@ -53,18 +51,6 @@ def make(kind: str, embed_dim: int = 12, num_heads: int = 3, **options: Any) -> 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def without_and_with(where: ModuleType, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor | None]]:
-    """Outputs and gradients of a model of width 12, without and with the kernels whose use `where.pays` decides."""
-    device, results = next(model.parameters()).device, []
-    for own in (False, True):
-        monkeypatch.setattr(where, "pays", lambda x, parameter, own=own: own)
-        model.zero_grad()
-        output = model(normal(2, 5, 12).float().to(device))
-        torch.autograd.backward(output, normal(2, 5, 12, seed=1).float().to(device))
-        results.append([output.detach(), *(parameter.grad for parameter in model.parameters())])
-    return results
 
 
 def visible(batch: int, num_queries: int, num_keys: int, is_causal: bool, padding: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Work of two processes that meet."""
+"""Run a function in two processes of one process group."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_forward(options: dict[str, Any], error: type[Exception], message: str) 
         make("smgk")(**({"query": x} | options))
 
 
-def test_autocast_takes_other_dtypes() -> None:
+def test_autocast_accepts_other_dtypes() -> None:
     module = make("smgk").float()
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x.half())[0].isfinite().all()
@@ -142,7 +142,7 @@ def test_a_compiled_mask_is_not_read() -> None:
     torch.compiler.reset()
     module = make("smgk")
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="attn_mask: expected is_causal=True beside it"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attn_mask: expected is_causal=True with it"):
         compiled(x, attn_mask=causal_mask)
     expected = module(x, is_causal=True)[0]
     torch.testing.assert_close(compiled(x, attn_mask=causal_mask, is_causal=True)[0], expected)
@@ -193,5 +193,5 @@ def test_a_cache_belongs_to_one_kind_of_module() -> None:
     make("smgk")(x, cache=cache)
     with pytest.raises(ValueError, match="cache: expected shape"):
         make("smgk", num_heads=4)(x, cache=cache)
-    with pytest.raises(TypeError, match=r"cache: expected the dtype of the positions before, .*float64, got .*float32"):
+    with pytest.raises(TypeError, match=r"cache: expected the dtype of the cached positions, .*float64, got .*float32"):
         make("smgk").float()(x.float(), cache=cache)

@@ -1,8 +1,10 @@
-"""`MixtureAttention` computes its formula, whatever is called with what, and sits where nn.MultiheadAttention sits."""
+"""`MixtureAttention` computes its formula for all arguments, and can replace nn.MultiheadAttention."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from mgk.nn import MixtureAttention
 from tests.nn.common import EXACT, KINDS, dense, make, normal, visible
+from tests.ops.triton_env import DEVICE
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 each_variant = pytest.mark.parametrize("kind", ["softmax", "linear", "mgk", "smgk", "mlk", "smlk"])
@@ -82,7 +85,7 @@ def test_unbatched_input_is_a_batch_of_one(kind: str) -> None:
 
 @each_variant
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_padded_batch_is_its_sequences_alone(kind: str, is_causal: bool) -> None:
+def test_padded_batch_equals_its_sequences_one_by_one(kind: str, is_causal: bool) -> None:
     """Right and left padding, with garbage in the padded places."""
     module, lengths = make(kind), (7, 4, 1)
     sequences = [normal(length, 12, seed=length) for length in lengths]
@@ -137,14 +140,20 @@ def test_padded_queries_of_cross_attention_and_of_a_step(kind: str) -> None:
 
 @each_variant
 @pytest.mark.parametrize("bias", [True, False])
-def test_projections_are_the_modules_that_stand_there(kind: str, bias: bool) -> None:
-    """They run as one product; not where one has a hook, or an adapter in its place."""
-    module, x, calls = make(kind, bias=bias), normal(2, 5, 12), []
+def test_projections_are_called_as_modules_if_they_are_not_plain(kind: str, bias: bool) -> None:
+    """They run as one product, unless one of them has a hook, an adapter in its place or another `forward`."""
+    module, x = make(kind, bias=bias), normal(2, 5, 12)
+    calls: Any = []
     expected = module(x)[0]
     handle = module.key_proj.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(module(x)[0], expected, **EXACT)
     assert calls == [1]
     handle.remove()
+    replaced: Any = module.value_proj  # as accelerate replaces it
+    replaced.forward = lambda x: nn.functional.linear(calls.append(2) or x, replaced.weight, replaced.bias)
+    torch.testing.assert_close(module(x)[0], expected, **EXACT)
+    assert calls == [1, 2]
+    del replaced.forward
 
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -169,7 +178,7 @@ def test_gradients_reach_every_parameter(kind: str, bias: bool) -> None:
         assert parameter.grad.abs().max() > 1e-12, name
 
 
-def test_initial_values_are_the_papers() -> None:
+def test_initial_values_are_those_of_the_paper() -> None:
     torch.manual_seed(0)
     module = MixtureAttention(64, 8, head_dim=32, learn_variance=True)
     assert module.shift is not None
@@ -226,6 +235,28 @@ def test_bfloat16_autocast(kind: str) -> None:
     assert output.dtype == torch.bfloat16
     output.float().sum().backward()
     torch.testing.assert_close(output.float(), expected, rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, in Triton's interpreter
+@pytest.mark.parametrize("kind", ["mgk", "smgk", "smgk-hard"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_gradients_of_the_kernels(kind: str, precision: str) -> None:
+    """Of padded inputs and all parameters, against float64: some roundings of numbers of the order of 1 to 10."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    padding, results = torch.tensor([[False] * 6, [False] * 4 + [True] * 2]), []
+    for impl, device, number in (("triton", DEVICE, dtype), ("reference", "cpu", torch.float64)):
+        module, x = make(kind, impl=impl).to(dtype).to(device, number), normal(2, 6, 12).to(dtype).to(device, number)
+        x.requires_grad_()
+        hidden = padding.to(device)
+        lowered = precision == "autocast" and impl == "triton"
+        with torch.autocast(device, torch.bfloat16) if lowered else nullcontext():
+            output, _ = module(x, key_padding_mask=hidden, query_padding_mask=hidden)
+        assert output.dtype == (torch.bfloat16 if lowered else number)
+        grads = torch.autograd.grad(output[~hidden].square().sum(), [x, *module.parameters()])
+        results.append([grad.detach().double().cpu() for grad in (output[~hidden], *grads)])
+    for found, expected in zip(*results, strict=True):
+        rounding = 2**-20 if precision == "float32" else 2**-7
+        assert (found - expected).norm() <= 8 * rounding * max(float(expected.norm()), 1)
 
 
 def as_multihead(attention: nn.MultiheadAttention) -> MixtureAttention:
@@ -289,15 +320,15 @@ def test_encoder_stack_with_mixtures(kind: str, training: bool) -> None:
     torch.testing.assert_close(output, expected, **EXACT)
 
 
-def test_repr_says_what_it_is() -> None:
+def test_repr() -> None:
     text = repr(make("mgk-em"))
     for part in ("variant=mgk", "num_heads=3", "head_dim=4", "num_components=2", "e_step=soft", "prior=em"):
         assert part in text
 
 
 @pytest.mark.parametrize("variant", ["softmax", "mgk", "smgk", "linear", "smlk"])
-def test_compiled_for_one_length_it_takes_others(variant: str) -> None:
-    """From the second length on, torch.compile keeps it open: a number that is not known, and nothing made of it."""
+def test_a_compiled_module_accepts_several_lengths(variant: str) -> None:
+    """From the second length on, torch.compile makes the length symbolic; no code may depend on its value."""
     torch.compiler.reset()
     layer = MixtureAttention(16, 2, variant=variant, causal=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -308,7 +339,7 @@ def test_compiled_for_one_length_it_takes_others(variant: str) -> None:
 
 @every_kind
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_shapes_alone_need_no_numbers(kind: str, is_causal: bool) -> None:
+def test_meta_tensors(kind: str, is_causal: bool) -> None:
     module = MixtureAttention(12, 3, device="meta", **KINDS[kind])
     x = torch.empty(2, 9, 12, device="meta")
     output, weights = module(x, is_causal=is_causal, need_weights=True)
@@ -321,7 +352,7 @@ def test_shapes_alone_need_no_numbers(kind: str, is_causal: bool) -> None:
 @pytest.mark.parametrize("kind", ["mgk", "smgk", "linear", "mlk", "smlk"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_of_every_sample(kind: str, is_causal: bool) -> None:
-    """As differential privacy takes them, beside one sample after the other."""
+    """As for differential privacy, compared with one sample after the other."""
     module, x = make(kind), normal(3, 5, 12)
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -337,8 +368,8 @@ def test_gradients_of_every_sample(kind: str, is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk"])
-def test_what_is_no_number_is_no_error(kind: str) -> None:
-    """It shows in the output of its own sequence, and in no other."""
+def test_nan_stays_in_its_sequence(kind: str) -> None:
+    """It reaches the output of its own sequence and of no other."""
     module, x = make(kind, causal=True), normal(2, 5, 12)
     x[0, 0, 0] = torch.nan
     for need_weights in (False, True):

@@ -1,4 +1,4 @@
-"""A layer is PyTorch's layer around our attention, and computing it again in backward changes no number."""
+"""A layer equals PyTorch's layer with our attention, and recomputation in backward changes no number."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stack(kind: str, norm: str = "pre", recompute: bool = False, dropout: float 
     return Stack(layers, recompute=recompute).double()
 
 
-def test_the_last_norm_is_for_pre_layers_alone() -> None:
+def test_only_pre_layers_have_a_final_norm() -> None:
     x = normal(2, 5, 12)
     pre, post = stack("smgk"), stack("smgk", "post")
     first, second = pre.layers
@@ -72,10 +72,10 @@ def test_recomputation_changes_nothing(kind: str, dropout: float) -> None:
             output.square().sum().backward()
         results.append([output, *(p.grad for p in model.parameters()), *model.buffers()])
     torch.testing.assert_close(results[0], results[1], **EXACT)
-    assert all(layer.attention.moves for layer in again.layers)  # type: ignore[union-attr]
+    assert all(layer.attention.m_step_enabled for layer in again.layers)  # type: ignore[union-attr]
 
 
-def test_recomputation_keeps_less() -> None:
+def test_recomputation_saves_memory() -> None:
     kept = []
     for recompute in (False, True):
         sizes: dict[int, int] = {}

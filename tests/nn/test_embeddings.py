@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mgk
 from mgk.nn import MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions
-from mgk.nn.embeddings import FEW, Embedding, rotate
+from mgk.nn.embeddings import SMALL_VOCABULARY, Embedding, rotate
 from tests.nn.common import EXACT, KINDS, make, normal
 
 HEAD, TURNING = 8, 4
@@ -39,8 +39,8 @@ def turned(x: Tensor, positions: Tensor, rotary_dim: int = TURNING) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 7), (2, 64), (0,)])
-@pytest.mark.parametrize("vocabulary", [5, FEW, FEW + 1])
-def test_a_table_is_pytorchs(shape: tuple[int, ...], vocabulary: int) -> None:
+@pytest.mark.parametrize("vocabulary", [5, SMALL_VOCABULARY, SMALL_VOCABULARY + 1])
+def test_embedding_equals_pytorch(shape: tuple[int, ...], vocabulary: int) -> None:
     """Rows and gradients, of a table of few symbols and of many; symbols that do not occur get zero."""
     tokens = torch.randint(0, vocabulary - 1, shape, generator=torch.Generator().manual_seed(0))
     results = []
@@ -53,7 +53,7 @@ def test_a_table_is_pytorchs(shape: tuple[int, ...], vocabulary: int) -> None:
     torch.testing.assert_close(results[0], results[1], **EXACT)
 
 
-def test_a_table_of_few_symbols_differentiates() -> None:
+def test_small_vocabulary_gradient() -> None:
     """Twice, and by torch.func, as any table does; the tokens are not sorted on the way."""
     module, tokens = Embedding(5, 3, dtype=torch.float64), torch.tensor([[4, 0, 0], [2, 4, 1]])
 
@@ -90,7 +90,7 @@ def test_rotation_is_a_complex_product(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"smgk-positions", "smgk-means"}))
-def test_queries_and_keys_turn_and_shifts_do_not(kind: str) -> None:
+def test_queries_and_keys_are_rotated_and_shifts_are_not(kind: str) -> None:
     """The weights are those of `mgk.attention_weights` on turned queries and keys and a shift with zeros in between."""
     module, x = make(kind, **ROTARY), normal(2, 5, 16)
     positions = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
@@ -119,7 +119,7 @@ def test_queries_and_keys_turn_and_shifts_do_not(kind: str) -> None:
     torch.testing.assert_close(output, module.out_proj((weights @ v).transpose(1, 2).flatten(2)), **EXACT)
 
 
-def test_a_model_in_half_precision_has_whole_angles() -> None:
+def test_half_precision_model_has_float32_angles() -> None:
     """In bfloat16 the position 1001 is 1000; only the cosines and sines may be rounded."""
     positions = torch.tensor([[1001, 4095]])
     half = RotaryPositions(HEAD, TURNING).bfloat16()(positions, torch.bfloat16)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Normal
 
-from mgk.nn import MixtureAttention
-from mgk.nn import means as m_step
+from mgk.nn import MixtureAttention, m_step
 from tests.nn.common import EXACT, make, normal, visible
 from tests.nn.processes import in_two_processes
 
@@ -55,7 +54,7 @@ def written_out(module: MixtureAttention, x: Tensor, seen: Tensor) -> tuple[Tens
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rows", [2, 64])
-def test_training_moves_shifts_and_variances_by_eqn_13(
+def test_training_updates_shifts_and_variances_by_eqn_13(
     is_causal: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(m_step, "ROWS", rows)
@@ -97,7 +96,7 @@ def test_no_step_lowers_the_likelihood_of_the_queries() -> None:
     assert likelihood[-1] > likelihood[0] + 1
 
 
-def test_without_a_query_to_learn_from_nothing_moves() -> None:
+def test_without_queries_nothing_is_updated() -> None:
     module, x = make("smgk-means"), normal(2, 5, 12)
     before = {name: value.clone() for name, value in module.named_buffers()}
     module(x)
@@ -107,7 +106,7 @@ def test_without_a_query_to_learn_from_nothing_moves() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 4])
-def test_a_batch_that_is_no_number_moves_nothing(place: int) -> None:
+def test_nan_batch_updates_nothing(place: int) -> None:
     """In what counts, and in padding, where nothing times it is no number either."""
     module, x = make("smgk-means").train(), normal(2, 5, 12)
     before = {name: value.clone() for name, value in module.named_buffers()}
@@ -121,7 +120,7 @@ def test_a_single_query_leaves_a_variance_above_zero() -> None:
     for _ in range(20):
         output, _ = module(normal(1, 1, 12))
     assert module.log_variance is not None
-    assert float(module.log_variance.min()) >= math.log(m_step.LEAST) - 1e-9
+    assert float(module.log_variance.min()) >= math.log(m_step.MIN_VARIANCE) - 1e-9
     assert output.isfinite().all()
 
 

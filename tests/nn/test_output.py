@@ -74,7 +74,7 @@ def test_probabilities_sum_to_one(cutoffs: tuple[int, ...]) -> None:
 
 
 @both
-def test_ignored_targets_cost_nothing(cutoffs: tuple[int, ...]) -> None:
+def test_ignored_targets_have_no_loss(cutoffs: tuple[int, ...]) -> None:
     module, weight = make_output(cutoffs)
     hidden, target = normal(6, WIDTH).requires_grad_(), torch.tensor([1, output.IGNORE, 20, 7, output.IGNORE, 12])
     losses = module.losses(hidden, weight, target)
@@ -87,13 +87,13 @@ def test_ignored_targets_cost_nothing(cutoffs: tuple[int, ...]) -> None:
 
 
 @both
-def test_pieces_are_the_whole(cutoffs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_in_pieces_equal_losses_at_once(cutoffs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for few logits at a time the numbers stay, and no more than that room is kept for backward."""
     module, weight = make_output(cutoffs)
     target = torch.arange(64) % VOCABULARY
     results, largest = [], []
     for room in (1 << 26, 100):
-        monkeypatch.setattr(output, "MOST_LOGITS", room)
+        monkeypatch.setattr(output, "MAX_LOGITS", room)
         hidden, sizes = normal(64, WIDTH).requires_grad_(), [0]
 
         def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
@@ -121,7 +121,7 @@ def test_kernels_have_the_same_losses(
     for target in (torch.arange(40) % VOCABULARY, torch.full((7,), 20), torch.tensor([0, output.IGNORE, 3])):
         results = []
         for own in (False, True):
-            monkeypatch.setattr(output, "fused", lambda hidden, own=own, **_: own)
+            monkeypatch.setattr(output, "is_fused", lambda hidden, own=own, **_: own)
             hidden = normal(len(target), WIDTH).float().to(DEVICE).requires_grad_()
             with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
                 losses = module.losses(hidden, weight, target.to(DEVICE))
@@ -140,12 +140,12 @@ def test_kernels_have_the_same_losses(
         ("cuda", 257, True, 1, False), ("cpu", 256, True, 1, False),
     ],
 )  # fmt: skip
-def test_where_kernels_take_them(device: str, width: int, adaptive: bool, logits: int, expected: bool) -> None:
+def test_when_the_kernel_is_used(device: str, width: int, adaptive: bool, logits: int, expected: bool) -> None:
     with torch._subclasses.FakeTensorMode():
-        assert output.fused(torch.empty(3, width, device=device), adaptive=adaptive, logits=logits) == expected
+        assert output.is_fused(torch.empty(3, width, device=device), adaptive=adaptive, logits=logits) == expected
 
 
-def test_cutoffs_beyond_the_vocabulary_do_not_count() -> None:
+def test_cutoffs_above_the_vocabulary_are_ignored() -> None:
     assert TiedSoftmax(15, WIDTH, (5, 15, 40)).sizes == [5, 10]
     assert TiedSoftmax(5, 300, (5, 9)).capturable
     assert not TiedSoftmax(6, 300, (5, 9)).capturable  # too wide for the kernels
@@ -153,6 +153,6 @@ def test_cutoffs_beyond_the_vocabulary_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("cutoffs", [[50, 20], [0, 20], [20, 20], [2.5], [True, 20], ["a"]])
-def test_cutoffs_increase(cutoffs: list[int]) -> None:
+def test_cutoffs_must_increase(cutoffs: list[int]) -> None:
     with pytest.raises(ValueError, match="cutoffs: expected increasing integers above 0, got"):
         TiedSoftmax(100, WIDTH, cutoffs)

@@ -1,4 +1,4 @@
-"""Attention of packed rows is that of the padded ones, wherever the padding is; no number beyond it is read.
+"""Attention of packed rows equals that of padded rows, for padding at any place; spare rows are never read.
 
 B batch, H heads, N positions, D width of a head, T = B N rows.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn import Block, MixtureAttention, softmax
-from mgk.nn.packing import Packing, real_first, sums_of
+from mgk.nn.packing import Packing, group_sums, real_first
 from tests.nn.common import EXACT, KINDS, make, normal
 from tests.ops.triton_env import DEVICE
 
@@ -79,7 +79,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("place", MASKS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_packed_is_masked(place: str, is_causal: bool, kernel: list[float]) -> None:
+def test_packed_attention_equals_masked_attention(place: str, is_causal: bool, kernel: list[float]) -> None:
     """Values and gradients at the real tokens, zeros at the others."""
     mask, results = MASKS[place], []
     for query_mask in (mask, None):  # packed, and as ever
@@ -95,7 +95,7 @@ def test_packed_is_masked(place: str, is_causal: bool, kernel: list[float]) -> N
     assert kernel == [0.0]
 
 
-def test_a_layer_packs_its_padding_away(kernel: list[float]) -> None:
+def test_a_layer_packs_its_padded_batch(kernel: list[float]) -> None:
     """In training, with dropout; and padding does not reach the gradients of the weights."""
     torch.manual_seed(0)
     attention = MixtureAttention(12, 3, variant="softmax", dropout=0.25, dtype=torch.float64)
@@ -169,8 +169,8 @@ def test_packed_rows(kind: str, place: str, is_causal: bool, spare: int, request
         "mgk", "mgk-hard", "smgk", "smgk-hard", "smgk-variance", "linear", "mlk", "smlk", "mlk-keys", "smlk-keys",
     ],
 )  # fmt: skip
-def test_packed_rows_are_not_spread_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels read them as they lie: float32 against float64, sums of dozens of numbers."""
+def test_kernels_read_packed_rows_without_padding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 against float64, sums of dozens of numbers."""
     mask, results = MASKS["holes"], []
     given = normal(int(mask.sum()) + 3, 12)
     for impl, device, dtype in (("triton", DEVICE, torch.float32), ("blockwise", "cpu", torch.float64)):
@@ -189,8 +189,8 @@ def test_packed_rows_are_not_spread_out(kind: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", ["softmax", "smgk"])
-def test_packed_rows_under_hooks(kind: str) -> None:
-    """Whoever looks at a projection sees it called, and nothing else changes."""
+def test_packed_rows_with_projection_hooks(kind: str) -> None:
+    """A hook of a projection is called, and nothing else changes."""
     module, packing, seen = make(kind), Packing(RIGHT, 17), []
     expected, _ = module(normal(17, 12), packing=packing)
     module.key_proj.register_forward_hook(lambda *call: seen.append(call[2].shape))
@@ -199,7 +199,7 @@ def test_packed_rows_under_hooks(kind: str) -> None:
     assert seen == [(1, 17, 12)]
 
 
-def test_what_does_not_go_with_packed_rows() -> None:
+def test_arguments_that_packing_excludes() -> None:
     attention, packing = make("smgk"), Packing(RIGHT, 20)
     for extra in ({"key": normal(20, 12)}, {"key_padding_mask": ~RIGHT}, {"need_weights": True}):
         with pytest.raises(ValueError, match="packing: expected at most is_causal and rotary"):
@@ -230,9 +230,9 @@ def test_sums_of_groups(rows: int) -> None:
     """What is in no group is left out. Autocast rounds nothing: errors are of float32, of sums of the order of 10."""
     x, group = normal(rows, 5), torch.arange(rows) % 7 - 1
     expected = torch.stack([x[group == each].sum(0) for each in range(4)])
-    torch.testing.assert_close(sums_of(x, group, 4), expected, **EXACT)
+    torch.testing.assert_close(group_sums(x, group, 4), expected, **EXACT)
     with torch.autocast("cpu", torch.bfloat16):
-        found = sums_of(x.float(), group, 4)
+        found = group_sums(x.float(), group, 4)
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -244,7 +244,7 @@ def test_packed_rows_on_a_gpu() -> None:
         torch.manual_seed(0)
         module = MixtureAttention(16, 2, variant="softmax", dtype=torch.float64).to("cuda", dtype)
         packing = Packing(mask, int(mask.sum()) + 2)
-        x = normal(len(packing.rows), 16).to("cuda", dtype).requires_grad_()
+        x = normal(len(packing.position), 16).to("cuda", dtype).requires_grad_()
         output, _ = module(x, packing=packing)
         torch.autograd.backward(output[:-2], normal(len(x) - 2, 16, seed=1).to(output))
         results.append([each.double() for each in (output[:-2], x.grad)])  # type: ignore[union-attr]

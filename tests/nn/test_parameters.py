@@ -34,7 +34,7 @@ def model_parameters(attention: int) -> int:
 
 @pytest.mark.parametrize("variant", AUTHORS)
 @pytest.mark.parametrize(("place", "heads"), list(enumerate((1, 2, 4, 8))))
-def test_authors_totals_differ_by_the_priors_alone(variant: str, place: int, heads: int) -> None:
+def test_authors_totals_differ_only_by_the_priors(variant: str, place: int, heads: int) -> None:
     """The authors' code has one prior per component and layer; the paper, and ours, one per component and head.
 
     So the totals are equal for softmax and for one head, and ours has M (H - 1) more per layer otherwise.

@@ -41,7 +41,7 @@ def m_step(module: MixtureAttention, x: Tensor, seen: Tensor) -> Tensor:
 @each_em
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.75])
-def test_training_moves_the_prior_by_an_m_step(kind: str, is_causal: bool, momentum: float) -> None:
+def test_training_updates_the_prior_by_an_m_step(kind: str, is_causal: bool, momentum: float) -> None:
     module, x = make(kind, prior_momentum=momentum).train(), normal(2, 5, 12)
     padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
     seen = visible(2, 5, 5, is_causal, padding) & ~padding[:, None, :, None]  # padded queries do not count
@@ -110,7 +110,7 @@ def test_evaluation_and_decoding_leave_the_prior(kind: str) -> None:
 
 
 @each_em
-def test_a_batch_that_is_no_number_leaves_the_prior(kind: str) -> None:
+def test_nan_batch_does_not_change_the_prior(kind: str) -> None:
     module, x = make(kind).train(), normal(2, 5, 12)
     assert module.log_prior is not None
     before = module.log_prior.clone()
@@ -119,7 +119,7 @@ def test_a_batch_that_is_no_number_leaves_the_prior(kind: str) -> None:
     assert torch.equal(module.log_prior, before)
 
 
-def test_a_learned_prior_is_moved_by_its_gradient_alone() -> None:
+def test_a_learned_prior_changes_by_its_gradient_only() -> None:
     module = make("smgk").train()
     assert isinstance(module.log_prior, torch.nn.Parameter)
     before = module.log_prior.detach().clone()

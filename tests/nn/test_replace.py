@@ -41,7 +41,7 @@ def test_softmax_with_all_heads_is_the_same_function(batch_first: bool, training
 
 @pytest.mark.parametrize("widths", [{}, {"kdim": 6, "vdim": 8}])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_module_itself_is_taken_over(widths: dict[str, int], bias: bool) -> None:
+def test_weights_of_a_single_module_are_copied(widths: dict[str, int], bias: bool) -> None:
     torch.manual_seed(0)
     old = nn.MultiheadAttention(12, 3, bias=bias, batch_first=True, dtype=torch.float64, **widths)
     new = replace_attention(old, variant="softmax")
@@ -84,7 +84,7 @@ def test_an_encoder_that_would_nest_tensors_reads_padding() -> None:
         torch.testing.assert_close(found[1:, :2], model(x[1:, :2]), **EXACT)
 
 
-def test_sequence_first_is_batch_first_turned() -> None:
+def test_sequence_first_is_batch_first_transposed() -> None:
     torch.manual_seed(0)
     turned = SequenceFirstAttention(12, 2, dtype=torch.float64)
     plain = MixtureAttention(12, 2, dtype=torch.float64)
@@ -96,7 +96,7 @@ def test_sequence_first_is_batch_first_turned() -> None:
     torch.testing.assert_close(turned(query[:, 0])[0], plain(query[:, 0])[0], **EXACT)
 
 
-def test_a_module_in_two_places_stays_one() -> None:
+def test_a_shared_module_stays_shared() -> None:
     shared = nn.MultiheadAttention(12, 4, batch_first=True)
     model = nn.ModuleList([shared, nn.ModuleList([shared])])
     replace_attention(model)
@@ -114,7 +114,7 @@ def test_both_names_of_a_module_are_replaced() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own in torch.export
-def test_padding_is_no_reason_not_to_compile() -> None:
+def test_padding_compiles() -> None:
     """An encoder makes floats of a mask, and their numbers are not known in a graph."""
     torch.compiler.reset()
     model = replace_attention(encoder(layers=1)).eval()
@@ -126,7 +126,7 @@ def test_padding_is_no_reason_not_to_compile() -> None:
     torch.testing.assert_close(exported(x, src_key_padding_mask=padding), expected, **EXACT)
 
 
-def test_sequence_first_names_what_is_wrong() -> None:
+def test_sequence_first_errors_name_the_argument() -> None:
     module, x = SequenceFirstAttention(12, 2, dtype=torch.float64), normal(5, 2, 12)
     with pytest.raises(TypeError, match=r"query: expected a torch\.Tensor .*got NoneType"):
         module(None)

@@ -1,15 +1,14 @@
-"""What the attention layers of a model do on given inputs: queries, keys and priors, caught in the act.
+"""Collect the queries, keys and priors of a model's attention layers on given inputs.
 
-Works with every module that contains `mgk.nn.MixtureAttention`. What is kept is linear in N; matrices are made of it
-by rows, when somebody looks.
+Works with every module that contains `mgk.nn.MixtureAttention`. The memory is linear in N; attention matrices are
+computed later, row by row, where they are needed.
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from mgk.inspect import heads as of
 from mgk.inspect.heads import Factors
-from mgk.nn import MixtureAttention
+from mgk.nn import AttentionInputs, MixtureAttention
 from mgk.ops.feature_maps import FeatureMap, apply_feature_map, check_feature_map
 from mgk.variants import LINEAR
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of one attention module. `head` is the way in; the rest is what the module worked with."""
+    """The inputs of one call of one attention module. `head` computes with them."""
 
     name: str
     variant: str
@@ -41,7 +40,7 @@ class Layer:
     feature_map: str | FeatureMap
     is_causal: bool
     key_mask: Bool[Tensor, "b nk"] | None
-    prior: Float[Tensor, "h m"]  # as probabilities; the mean over positions where each has its own
+    prior: Float[Tensor, "h m"]  # as probabilities; a prior per position is averaged over positions
 
     @property
     def batch(self) -> int:
@@ -56,10 +55,11 @@ class Layer:
         return self.prior.shape[1]
 
     def heads(self, sample: int = 0) -> list[Factors]:
+        """All heads on one input."""
         return [self.head(index, sample) for index in range(self.num_heads)]
 
     def head(self, index: int, sample: int = 0) -> Factors:
-        """One head on one input, without the positions that its mask hides."""
+        """One head on one input, without the masked positions."""
         query, key = self.query[sample, index], self.key[sample, index]
         prior = None if self.log_prior is None else self.log_prior[index]
         if self.key_mask is not None:
@@ -84,7 +84,7 @@ class Layer:
         )
 
     def component_keys(self, index: int, sample: int = 0) -> Float[Tensor, "m nk d"]:
-        """k_jr of one head, without the positions that its mask hides."""
+        """k_jr of one head, without the masked positions."""
         key = self.key[sample, index]
         if self.key_mask is not None:
             key = key[..., self.key_mask[sample], :]
@@ -98,77 +98,51 @@ def collect(
 ) -> list[Layer]:
     """Run `model(*inputs, **options)` in evaluation mode, without gradients, and return its attention layers in order.
 
-    With `visit`, each layer is passed to it as soon as it has run, and none is kept: the list is empty.
+    With `visit`, each layer is passed to it before its attention is computed, and the returned list is empty.
     """
     layers: list[Layer] = []
-    seen: set[str] = set()
+    called: set[str] = set()
     found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureAttention)}
     if not found:
         raise ValueError(f"model: expected a module with mgk.nn.MixtureAttention in it, got {type(model).__name__}")
+    names = {module: name for name, module in found.items()}
     training = {module: module.training for module in model.modules()}
 
-    def note(layer: Layer) -> None:
-        seen.add(layer.name)
-        (visit or layers.append)(layer)
+    def hook(module: MixtureAttention, inputs: AttentionInputs) -> None:
+        called.add(names[module])
+        (visit or layers.append)(_layer(names[module], module, inputs))
 
+    handles = [module.register_attention_hook(hook) for module in found.values()]
     model.eval()
     try:
-        with torch.no_grad(), watched(found, note):
+        with torch.no_grad():
             model(*inputs, **options)
     finally:
+        for handle in handles:
+            handle.remove()
         for module, mode in training.items():
             module.training = mode
-    if not seen:
+    if not called:
         raise RuntimeError(f"model: expected a call of its attention layers ({', '.join(found)}), saw none")
     return layers
 
 
-@contextmanager
-def watched(modules: dict[str, MixtureAttention], visit: Callable[[Layer], None]) -> Iterator[None]:
-    """While this lasts, `visit` gets a `Layer` for every call of the modules."""
-    methods = ("_softmax", "_gaussian", "_linear")  # where queries and keys are as the operator takes them
-    around = ("_whole", "_rows")  # operators on more than that, where there are any
-
-    def wrap(name: str, module: MixtureAttention, method: str) -> Callable[..., Any]:
-        call = getattr(module, method)
-
-        def observed(query: Tensor, key: Tensor, value: Tensor, seen: dict[str, Any], *rest: Any) -> Any:
-            visit(_layer(name, module, query, key, seen))
-            return call(query, key, value, seen, *rest)
-
-        return observed
-
-    try:
-        for name, module in modules.items():
-            for method in methods:
-                object.__setattr__(module, method, wrap(name, module, method))
-            for method in around:
-                object.__setattr__(module, method, lambda *_: None)
-        yield
-    finally:
-        for module in modules.values():
-            for method in (*methods, *around):
-                module.__dict__.pop(method, None)
-
-
-def _layer(name: str, module: MixtureAttention, query: Tensor, key: Tensor, seen: dict[str, Any]) -> Layer:
-    dtype = torch.promote_types(query.dtype, torch.float32)  # half precision is looked at in single
-    mixture = {
-        name: None if value is None else value.detach().to(dtype)
-        for name, value in module._mixture(key.shape[-2]).items()
+def _layer(name: str, module: MixtureAttention, inputs: AttentionInputs) -> Layer:
+    dtype = torch.promote_types(inputs.query.dtype, torch.float32)  # half precision is converted to single
+    tensors: dict[str, Tensor | None] = {
+        field: None if (value := getattr(inputs, field)) is None else value.detach().to(dtype)
+        for field in ("query", "key", "shift", "log_prior", "variance")
     }
     prior = module.prior.to(dtype)
-    if module.mixing == "keys":  # one key is left
+    if module.mixing == "keys":  # the mixture has become one key
         prior = prior.sum(1, keepdim=True)
     return Layer(
         name=name,
-        variant=module.variant,
-        e_step=module.e_step,
-        query=query.detach().to(dtype),
-        key=key.detach().to(dtype),
-        feature_map=module.feature_map,
+        variant=inputs.variant,
+        e_step=inputs.e_step,
+        feature_map=inputs.feature_map,
         prior=prior.mean(-1) if prior.dim() == 3 else prior,
-        is_causal=seen["is_causal"],
-        key_mask=seen["key_mask"],
-        **mixture,
+        is_causal=inputs.is_causal,
+        key_mask=inputs.key_mask,
+        **tensors,  # type: ignore[arg-type]
     )

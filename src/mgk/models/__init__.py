@@ -1,4 +1,4 @@
-"""Transformers with any attention of `mgk.nn`: encoder classifier, two-document matcher, language model, vision."""
+"""Transformers with any attention of `mgk.nn`: classifier, two-document matcher, language model, vision."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ __all__ = [
 ]
 
 Model = Classifier | Matcher | LanguageModel | VisionTransformer
-BUILDERS: dict[type, type[nn.Module]] = {
-    ClassifierConfig: Classifier,
-    MatcherConfig: Matcher,
-    LanguageModelConfig: LanguageModel,
-    VisionConfig: VisionTransformer,
+# The kinds of models by the names that configuration files use, with their configuration and module.
+KINDS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
+    "classifier": (ClassifierConfig, Classifier),
+    "matcher": (MatcherConfig, Matcher),
+    "language": (LanguageModelConfig, LanguageModel),
+    "vision": (VisionConfig, VisionTransformer),
 }
+MODELS: dict[str, type] = {kind: config for kind, (config, _) in KINDS.items()}
 
 
 def build(config: ModelConfig) -> Model:
-    """The model of a configuration, with initial values from torch's generator."""
-    if type(config) not in BUILDERS:
-        names = ", ".join(kind.__name__ for kind in BUILDERS)
-        raise TypeError(f"config: expected one of {names}, got {type(config).__name__}")
-    return BUILDERS[type(config)](config)  # type: ignore[return-value]
+    """Return the model of a configuration, initialised with torch's random generator."""
+    for type_, model in KINDS.values():
+        if type(config) is type_:
+            return model(config)  # type: ignore[return-value]
+    names = ", ".join(type_.__name__ for type_ in MODELS.values())
+    raise TypeError(f"config: expected one of {names}, got {type(config).__name__}")

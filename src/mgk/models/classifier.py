@@ -1,4 +1,4 @@
-"""Classifiers of one sequence and of a pair, as the paper's Long Range Arena has them.
+"""Classifiers of one sequence and of a pair, as in the paper's Long Range Arena experiments.
 
 B batch, N positions, T rows of a packed batch, E width of the model, C classes.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Classifier(nn.Module):
     """Encoder, mean over the positions, Linear-ReLU-Linear."""
 
-    capturable = True  # forward and loss have fixed shapes and never wait for the device
-    vectors = 1  # that the classifier on top reads, of width E
+    capturable = True  # a CUDA graph can capture `loss`: fixed shapes, no synchronisation with the host
+    vectors = 1  # number of vectors (B,E) that the final layers read
 
     def __init__(self, config: ClassifierConfig) -> None:
         super().__init__()
@@ -40,13 +40,17 @@ class Classifier(nn.Module):
         mask: Bool[Tensor, "b n"] | None = None,
         positions: Int[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b c"]:
-        """Logits. `mask` is True for real tokens, which may be packed (see `TokenEncoder`); `positions` are 0, 1, ...
-        unless given.
+        """Return the logits.
+
+        Args:
+            tokens: (B,N), or packed (T,), see `TokenEncoder`.
+            mask: (B,N), True for real tokens.
+            positions: (B,N); None is 0, 1, ...
         """
         return self.classifier(self.pooled(tokens, mask, positions))  # type: ignore[no-any-return]
 
     def pooled(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """The mean of what the encoder makes of the real tokens (B,E), or their sum / max_length (pooling="padded")."""
+        """Return the mean encoding of the real tokens (B,E), or their sum / max_length (pooling="padded")."""
         x, packing = self.encoder.rows(tokens, mask, positions)
         if packing is not None:
             total = packing.sum(x)
@@ -57,7 +61,7 @@ class Classifier(nn.Module):
         return total / (x.shape[1] if mask is None else mask.sum(1, keepdim=True).clamp(min=1))
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a batch with "tokens", "label" and, unless nothing is padded, "mask"."""
+        """Return the loss of a batch with "tokens", "label" and, if there is padding, "mask"."""
         return classification(self(batch["tokens"], batch.get("mask")), batch["label"])
 
 
@@ -89,7 +93,7 @@ class Matcher(Classifier):
 
 
 def classification(logits: Float[Tensor, "b c"], label: Int[Tensor, " b"]) -> dict[str, Tensor]:
-    """Mean cross-entropy in nats, how many are right, and of how many."""
+    """Return the mean cross-entropy in nats, the number of correct predictions and the number of examples."""
     logits, label = logits.float(), label.long()
     return {
         "loss": cross_entropy(logits, label),

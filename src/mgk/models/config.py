@@ -1,4 +1,4 @@
-"""What a model is built from: plain data, written beside every run, enough to build the same model again."""
+"""Configurations of the models: plain data, saved with every run, from which the same model can be built again."""
 
 from __future__ import annotations
 
@@ -6,38 +6,36 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from mgk.ops import arguments as check
-from mgk.variants import LINEAR
-
-Attention = Literal["softmax", "linear", "mgk", "smgk", "mlk", "smlk"]
+from mgk.variants import LINEAR, FeatureMapName, Prior, Variant
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What every model has: its attention and its layers. The defaults are those of the paper's Long Range Arena."""
+    """The attention and the layers of a model. The defaults are those of the paper's Long Range Arena."""
 
-    attention: Attention = "smgk"
+    attention: Variant = "smgk"
     """Attention variant; linear, mlk and smlk are the linear family."""
     heads: int = 4
     """Attention heads."""
     head_dim: int | None = 32
-    """Width of a head, whatever the width of the model; None is width / heads."""
+    """Width of a head, independent of the width of the model; None is width / heads."""
     components: int = 2
     """Components of each key's mixture; softmax and linear have none."""
     e_step: Literal["soft", "hard"] = "soft"
-    """How the components combine (mgk, smgk): soft adds them up, hard takes the nearest, without priors."""
-    prior: Literal["sgd", "em", "uniform"] = "sgd"
-    """Priors of the components: learned, set by an M-step in every training forward (mgk, smgk), or none."""
+    """How the components combine (mgk, smgk): soft adds them, hard takes the nearest one, without priors."""
+    prior: Prior = "sgd"
+    """Priors of the components: learned, updated by an M-step in every training step (mgk, smgk), or none."""
     prior_positions: int | None = None
-    """With prior=em: a prior for each of the first so many key positions, instead of one for all."""
+    """With prior=em: a prior for each of the first prior_positions key positions, instead of one for all."""
     prior_momentum: float = 0.0
-    """With prior=em: the share of the old prior that an M-step keeps."""
+    """With prior=em: the weight of the old prior in an update."""
     learn_variance: bool = False
     """Learn the variance per head and component (mgk, smgk) instead of sqrt(head_dim)."""
     means: Literal["sgd", "em"] = "sgd"
-    """Shifts of the components: learned, or set with the variances by an M-step in every training forward (smgk)."""
+    """Shifts of the components: learned, or updated with the variances by an M-step in every training step (smgk)."""
     mixing: Literal["features", "keys"] = "features"
-    """Of mlk and smlk: the mixture after the feature map, or before it, as in the authors' LRA code."""
-    feature_map: Literal["elu", "dpfp", "favor"] = "elu"
+    """For mlk and smlk: mix after the feature map, or before it, as in the authors' LRA code."""
+    feature_map: FeatureMapName = "elu"
     """Feature map of the linear family; favor is the Performer's."""
     attention_bias: bool = True
     """Biases in the four projections of an attention layer."""
@@ -50,13 +48,13 @@ class TransformerConfig:
     activation: Literal["gelu", "relu"] = "gelu"
     """Activation of the feed-forward part."""
     norm: Literal["pre", "post"] = "pre"
-    """LayerNorm before each part of a layer (and one after the last layer), or after each sum."""
+    """LayerNorm before each part of a layer and after the last layer (pre), or after each residual sum (post)."""
     dropout: float = 0.1
     """Dropout after the embedding and in the layers."""
     attention_dropout: float = 0.1
     """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
     recompute: bool = False
-    """Keep only the inputs of the layers and compute the rest again in backward: less memory, a third more time."""
+    """Activation checkpointing: keep only the inputs of the layers. Less memory, a third more time."""
     impl: Literal["auto", "reference", "blockwise", "triton"] = "auto"
     """Implementation of the attention."""
 
@@ -74,7 +72,7 @@ class TransformerConfig:
 
     @property
     def weight_dropout(self) -> float:
-        """Dropout of the attention weights, where the variant has any."""
+        """Dropout of attention weights; 0 for the linear family, which has none."""
         return 0.0 if self.attention in LINEAR else self.attention_dropout
 
 
@@ -83,19 +81,19 @@ class ClassifierConfig(TransformerConfig):
     """Encoder of one sequence of tokens, pooled and classified."""
 
     vocabulary: int = 512
-    """Rows of the token table; tokens are below it, 0 is padding."""
+    """Number of tokens; token 0 is padding."""
     max_length: int = 4096
-    """Positions: the longest input, and what padded pooling divides by."""
+    """Length of the longest input, and the divisor of padded pooling."""
     classes: int = 2
-    """Classes."""
+    """Number of classes."""
     classifier_hidden: int = 128
-    """Hidden width of the classifier on top."""
+    """Hidden width of the classifier after the encoder."""
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    """How positions enter."""
+    """How positions are encoded."""
     rotary_share: float = 0.5
-    """With positions=rotary: the share of a head that turns with the position."""
+    """With positions=rotary: the share of a head that is rotated."""
     pooling: Literal["mean", "padded"] = "mean"
-    """mean: over the real positions. padded: their sum over max_length, as in the authors' code."""
+    """mean: over the real positions. padded: their sum divided by max_length, as in the authors' code."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class LanguageModelConfig(TransformerConfig):
     heads: int = 8
     """Attention heads."""
     head_dim: int | None = 16
-    """Width of a head, whatever the width of the model; None is width / heads."""
+    """Width of a head, independent of the width of the model; None is width / heads."""
     attention_bias: bool = False
     """Biases in the four projections of an attention layer."""
     layers: int = 16
@@ -122,20 +120,20 @@ class LanguageModelConfig(TransformerConfig):
     activation: Literal["gelu", "relu"] = "relu"
     """Activation of the feed-forward part."""
     norm: Literal["pre", "post"] = "post"
-    """LayerNorm before each part of a layer (and one after the last layer), or after each sum."""
+    """LayerNorm before each part of a layer and after the last layer (pre), or after each residual sum (post)."""
     attention_dropout: float = 0.0
     """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
     vocabulary: int = 267_735
-    """Tokens, the most frequent first if there are cutoffs."""
+    """Number of tokens; with cutoffs they are sorted by falling frequency."""
     cutoffs: tuple[int, ...] = (20_000, 40_000, 200_000)
-    """Where the clusters of the adaptive softmax begin; those at or above the vocabulary do not count, and with none
-    left the softmax is plain."""
+    """First tokens of the clusters of the adaptive softmax. Cutoffs at or above the vocabulary are ignored; without any
+    the softmax is plain."""
     max_length: int = 256
-    """Context; a limit where positions are learned, else a default for data and evaluation."""
+    """Context length: a limit for learned positions, otherwise the default of data and evaluation."""
     positions: Literal["learned", "sinusoidal", "rotary"] = "sinusoidal"
-    """How positions enter."""
+    """How positions are encoded."""
     rotary_share: float = 0.5
-    """With positions=rotary: the share of a head that turns with the position."""
+    """With positions=rotary: the share of a head that is rotated."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,7 +151,7 @@ class VisionConfig(TransformerConfig):
     channels: int = 3
     """Channels of the images."""
     classes: int = 10
-    """Classes."""
+    """Number of classes."""
     pooling: Literal["mean", "class"] = "mean"
     """mean: over the patches. class: the output of an extra, learned position."""
 

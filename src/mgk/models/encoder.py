@@ -1,4 +1,4 @@
-"""Tokens and their positions through a stack of layers: what the classifier, the matcher and the language model share.
+"""The token encoder that the classifier, the matcher and the language model share.
 
 B batch, N positions of this call, Nk positions so far, T rows of a packed batch, E width of the model.
 """
@@ -25,7 +25,7 @@ EMBEDDING_STD = 0.02
 
 
 def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: int = 0) -> Stack:
-    """The layers of a configuration."""
+    """Return the layers of a configuration."""
     layers = []
     for _ in range(config.layers):
         attention = MixtureAttention(
@@ -55,9 +55,9 @@ def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: i
 
 
 class TokenEncoder(nn.Module):
-    """Embedding of tokens, with learned, sinusoidal or rotary positions, and the layers.
+    """Token embedding with learned, sinusoidal or rotary positions, and the layers.
 
-    With sinusoidal positions the embedding is multiplied by sqrt(E), as Vaswani et al. have it.
+    With sinusoidal positions the embedding is multiplied by sqrt(E), as in Vaswani et al. (2017).
     """
 
     def __init__(self, config: ClassifierConfig | LanguageModelConfig, *, causal: bool = False) -> None:
@@ -87,14 +87,14 @@ class TokenEncoder(nn.Module):
         positions: Int[Tensor, "b n"] | None = None,
         cache: StackCache | None = None,
     ) -> Float[Tensor, "b n e"]:
-        """What the last layer makes of every token.
+        """Return the output of the last layer for every token.
 
         Args:
-            tokens: (B,N), of any integer type; or packed, (T,): those where `mask` is True, one after the other, and
-                anything behind them. Padding then costs nothing outside the attention.
-            mask: (B,Nk), True for real tokens; with a cache it covers the tokens in the cache and the new ones.
-            positions: (B,N), of the new tokens; None counts on from the cache.
-            cache: of `new_cache`, with the tokens before these.
+            tokens: (B,N), of any integer type. Or packed, (T,): the tokens where `mask` is True, one after the other,
+                and any tokens behind them. Layers then do not compute padding.
+            mask: (B,Nk), True for real tokens; with a cache it covers the cached tokens and the new ones.
+            positions: (B,N), of the new tokens; None continues from the cache.
+            cache: from `new_cache`, with the tokens before these.
         """
         x, packing = self.rows(tokens, mask, positions, cache)
         return x if packing is None else packing.unpack(x)
@@ -106,7 +106,7 @@ class TokenEncoder(nn.Module):
         positions: Int[Tensor, "b n"] | None = None,
         cache: StackCache | None = None,
     ) -> tuple[Float[Tensor, "b n e"] | Float[Tensor, "t e"], Packing | None]:
-        """The same, but what came packed stays so, and how it is packed."""
+        """Like `forward`, but the output of packed tokens stays packed. The second result is their packing, or None."""
         start = 0 if cache is None else cache.length
         length = self._check(tokens, mask, positions, start)
         packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
@@ -116,32 +116,37 @@ class TokenEncoder(nn.Module):
         if isinstance(self.positions, RotaryPositions):
             rotary = self._rotation(self.positions, positions, start, length, x)
         else:
-            place = self._place(positions, start, length, x)
-            x = x + (place if packing is None else packing.pack(place.expand(*packing.shape, -1)))
+            added = self._added_positions(positions, start, length, x)
+            x = x + (added if packing is None else packing.pack(added.expand(*packing.shape, -1)))
         padding = None if mask is None or packing is not None else ~mask
         return self.stack(self.dropout(x), padding, rotary, cache, packing), packing
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
+        """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return self.stack.new_cache(batch_size, capacity)
 
-    def _place(self, positions: Tensor | None, start: int, length: int, like: Tensor) -> Tensor:
-        """What is added for the positions, (N,E) or (B,N,E)."""
+    def _added_positions(self, positions: Tensor | None, start: int, length: int, like: Tensor) -> Tensor:
+        """Return the position embeddings, (N,E) or (B,N,E)."""
         if isinstance(self.positions, nn.Embedding) and positions is None:
             return self.positions.weight[start : start + length]
-        where = counted(start, length, like) if positions is None else positions
-        return look_up("positions", self.positions, where) if self.scale == 1 else self.positions(where, like.dtype)  # type: ignore[no-any-return]
+        if positions is None:
+            positions = torch.arange(start, start + length, device=like.device)
+        if self.scale == 1:
+            return look_up("positions", self.positions, positions)
+        return self.positions(positions, like.dtype)  # type: ignore[no-any-return]
 
     def _rotation(
         self, module: RotaryPositions, positions: Tensor | None, start: int, length: int, like: Tensor
     ) -> Rotation:
         dtype = like.dtype
-        if autocasts(like):  # queries and keys come out of a product: in this type
+        if autocasts(like):  # the dtype of queries and keys, which are the results of products
             dtype = torch.get_autocast_dtype(like.device.type)
-        where = counted(start, length, like)[None] if positions is None else positions
-        return module(where, dtype)  # type: ignore[no-any-return]
+        if positions is None:
+            positions = torch.arange(start, start + length, device=like.device)[None]
+        return module(positions, dtype)  # type: ignore[no-any-return]
 
     def _check(self, tokens: object, mask: object, positions: object, start: int) -> int:
-        """The number of positions N."""
+        """Check the arguments of `forward`, and return the number of positions N."""
         if isinstance(tokens, Tensor) and tokens.dim() == 1 and isinstance(mask, Tensor):
             shape = check_packed(tokens, mask, positions, start)
         else:
@@ -156,7 +161,7 @@ class TokenEncoder(nn.Module):
 
 
 def look_up(name: str, table: nn.Module, numbers: Tensor) -> Tensor:
-    """Rows of an embedding. Numbers that it has not are an error with a name where torch tells in time: on a CPU."""
+    """Return rows of an embedding. On a CPU an index out of range is an error that names the argument."""
     if torch.compiler.is_compiling():
         return table(numbers)  # type: ignore[no-any-return]
     try:
@@ -167,25 +172,21 @@ def look_up(name: str, table: nn.Module, numbers: Tensor) -> Tensor:
 
 
 def check_packed(tokens: Tensor, mask: Tensor, positions: object, start: int) -> tuple[int, int]:
-    """B and N of packed tokens."""
+    """Check packed tokens, and return B and N."""
     require_integers("tokens", tokens, "T,")
     if mask.dim() != 2:
         raise ValueError(f"mask: expected 2 dimensions (B,N) to go with packed tokens, got {check.describe(mask)}")
     check.check_mask("mask", mask, "B,N", tuple(mask.shape), tokens)
     if positions is not None or start:
         raise ValueError("tokens: expected (B,N) where there are positions or a cache, got packed tokens (T,)")
-    if check.readable(mask) and (count := int(mask.sum())) > len(tokens):  # elsewhere the gather fails
+    if check.readable(mask) and (count := int(mask.sum())) > len(tokens):  # otherwise the gather fails
         raise ValueError(f"tokens: expected at least the {count} that the mask has, got {len(tokens)}")
     return mask.shape[0], mask.shape[1]
 
 
 def count_real(mask: Bool[Tensor, "*b n"]) -> Int[Tensor, "*b n"]:
-    """Positions 0, 1, ... of the real tokens, whichever side padding stands on."""
+    """Return the positions 0, 1, ... of the real tokens, with padding on either side."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def counted(start: int, length: int, like: Tensor) -> Tensor:
-    return torch.arange(start, start + length, device=like.device)
 
 
 def require_integers(name: str, value: object, axes: str) -> Tensor:
@@ -205,7 +206,7 @@ def check_integers(name: str, value: object, shape: tuple[int, int] | None) -> T
 
 
 def rotary_width(share: float, head_dim: int) -> int:
-    """How many numbers of a head turn: an even number, near `share` of it."""
+    """Return how many entries of a head are rotated: an even number close to `share` of them."""
     if not 0 < share <= 1:
         raise ValueError(f"rotary_share: expected above 0 and at most 1, got {share}")
     return max(2, 2 * round(share * head_dim / 2))

@@ -1,6 +1,6 @@
-"""A causal language model with tied embeddings, and what evaluation and generation ask of it.
+"""A causal language model with tied embeddings, for training, evaluation and generation.
 
-B batch, N positions of this call, Nk positions so far, E width of the model, V tokens.
+B batch, N positions of this call, Nk positions so far, E width of the model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ INITIAL_STD = 0.02
 class LanguageModel(nn.Module):
     """log p(token | tokens before it).
 
-    Initial values are those of the Transformer-XL code that the paper's experiments build on: every matrix normal with
-    std 0.02, biases zero. With norm="pre" the matrices that write into the residual sum are smaller by sqrt(2 layers),
-    as in GPT-2.
+    The initialisation is that of the Transformer-XL code, on which the paper's experiments are based: matrices are
+    normal with std 0.02, biases are zero. With norm="pre" the matrices before a residual sum are smaller by
+    sqrt(2 layers), as in GPT-2.
     """
 
     def __init__(self, config: LanguageModelConfig) -> None:
@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
 
     @property
     def capturable(self) -> bool:
-        """Whether `loss` on a GPU has fixed shapes and never waits for the device."""
+        """Whether a CUDA graph can capture `loss`: fixed shapes, no synchronisation with the host."""
         config = self.config
         width = config.head_dim or config.width // config.heads
         scan = config.attention not in LINEAR or never_waits(width, config.max_length, config.feature_map)
@@ -57,29 +57,32 @@ class LanguageModel(nn.Module):
         cache: StackCache | None = None,
         last: int | None = None,
     ) -> Float[Tensor, "b n v"]:
-        """Logits of the next token, in float32.
+        """Return the logits of the next token, in float32.
 
         Args:
             tokens: (B,N). With a cache, the tokens after those in it.
-            mask: (B,Nk), True for real tokens, in the cache or new. Padding may stand on either side.
-            positions: (B,N); None counts the real tokens.
-            cache: of `new_cache`; the tokens are added to it. Such a call is not differentiated.
-            last: logits of so many last positions alone, (B,last,V).
+            mask: (B,Nk), True for real tokens, cached or new. Padding may be on either side.
+            positions: (B,N); None numbers the real tokens.
+            cache: from `new_cache`; the tokens are added to it. Such a call has no gradient.
+            last: return only the logits of the last positions, (B,last,V).
         """
         return self.output(self.hidden(tokens, mask, positions, cache, last), self.encoder.tokens.weight)  # type: ignore[no-any-return]
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
-        """An empty cache for `forward`. `capacity` reserves room for so many positions at once."""
+        """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return self.encoder.new_cache(batch_size, capacity)
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Mean nats per token of a batch with "tokens" and "target", and of how many; IGNORE (-100) is no target."""
+        """Return the mean loss in nats of a batch with "tokens" and "target", and the number of targets.
+
+        A target of IGNORE (-100) does not count.
+        """
         losses, target = self.token_losses(batch), batch["target"]
         count = (target != IGNORE).sum()
         return {"loss": losses.sum() / count.clamp(min=1), "count": count}
 
     def token_losses(self, batch: dict[str, Tensor], last: int | None = None) -> Float[Tensor, "b n"]:
-        """Nats of each target, or of so many last ones: what a sliding window adds up."""
+        """Return the loss of each target in nats, or only of the `last` ones, for a sliding window."""
         hidden = self.hidden(batch["tokens"], batch.get("mask"), last=last)
         target = batch["target"][:, -hidden.shape[1] :].long()
         losses = self.output.losses(hidden.flatten(0, 1), self.encoder.tokens.weight, target.flatten())
@@ -93,7 +96,7 @@ class LanguageModel(nn.Module):
         cache: StackCache | None = None,
         last: int | None = None,
     ) -> Float[Tensor, "b n e"]:
-        """What the softmax reads."""
+        """Return the hidden states that the output layer reads."""
         if positions is None and mask is not None:
             positions = count_real(mask)[:, -tokens.shape[1] :]
         x = self.encoder(tokens, mask, positions, cache)

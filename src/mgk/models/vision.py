@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class VisionTransformer(nn.Module):
-    """Linear embedding of the patches, learned positions, layers, mean or class token, one linear classifier."""
+    """Linear patch embedding, learned positions, layers, mean or class token, and a linear classifier."""
 
-    capturable = True  # forward and loss have fixed shapes and never wait for the device
+    capturable = True  # a CUDA graph can capture `loss`: fixed shapes, no synchronisation with the host
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class VisionTransformer(nn.Module):
         self.classifier = nn.Linear(config.width, config.classes)
 
     def forward(self, pixels: Float[Tensor, "b c s s"]) -> Float[Tensor, "b k"]:
-        """Logits."""
+        """Return the logits."""
         c = self.config
         pixels = check.check_tensor("pixels", pixels, "B,C,S,S")
         check.check_shape("pixels", pixels, "B,C,S,S", (len(pixels), c.channels, c.image_size, c.image_size))
@@ -53,5 +53,5 @@ class VisionTransformer(nn.Module):
         return self.classifier(x.mean(1) if self.class_token is None else x[:, 0])  # type: ignore[no-any-return]
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a batch with "pixels" and "label"."""
+        """Return the loss of a batch with "pixels" and "label"."""
         return classification(self(batch["pixels"]), batch["label"])

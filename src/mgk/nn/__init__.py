@@ -4,10 +4,12 @@ from mgk.nn.attention import MixtureAttention
 from mgk.nn.block import Block, Stack
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.embeddings import RotaryPositions, Rotation, SinusoidalPositions
+from mgk.nn.operators import AttentionInputs
 from mgk.nn.output import TiedSoftmax
 from mgk.nn.replace import replace_attention
 
 __all__ = [
+    "AttentionInputs",
     "Block",
     "KeyValueCache",
     "MixtureAttention",

@@ -1,18 +1,24 @@
-"""Checks of what a module is built from and called with, beside those of `mgk.ops.arguments`.
+"""Checks of a module's options and of the arguments of a call, in addition to those of `mgk.ops.arguments`.
 
-B batch, Nk keys, D width of a head.
+B batch, Nq queries, Nk keys, D width of a head, E width of the model.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, check_rotary_dim
 from mgk.ops import arguments as check
-from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures, check_feature_map
+from mgk.ops.common import autocasts
+from mgk.ops.feature_maps import check_feature_map
 from mgk.variants import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, SHIFTED
+
+if TYPE_CHECKING:
+    from mgk.nn.attention import MixtureAttention
 
 MEANS = ("sgd", "em")
 MIXINGS = ("features", "keys")
@@ -31,7 +37,7 @@ def check_combination(
     mixing: str,
     rotary_dim: int,
 ) -> None:
-    """An option that would have no effect is a mistake; the defaults fit every variant."""
+    """Raise for an option that would have no effect with the others. The defaults are valid for every variant."""
     gaussian, linear = variant in GAUSSIAN, variant in LINEAR
     if e_step == "hard" and not gaussian:
         raise ValueError(f"e_step: expected 'soft' for variant {variant!r} ('hard' is for mgk and smgk), got 'hard'")
@@ -44,9 +50,14 @@ def check_combination(
         raise ValueError(f"learn_variance: expected False for variant {variant!r}, which has no variance, got True")
     if dropout and linear:
         raise ValueError(
-            f"dropout: expected 0 for variant {variant!r}, which makes no attention weights, got {dropout}"
+            f"dropout: expected 0 for variant {variant!r}, which has no attention weights to drop, got {dropout}"
         )
-    if not linear and feature_map != "elu":
+    if linear:
+        if isinstance(feature_map, str):
+            check.check_choice("feature_map", feature_map, FEATURE_MAPS)
+        else:
+            check_feature_map(feature_map)
+    elif feature_map != "elu":
         raise ValueError(
             f"feature_map: expected the default for variant {variant!r}, which has none, got {feature_map!r}"
         )
@@ -66,15 +77,44 @@ def check_combination(
         )
 
 
-def make_feature_map(feature_map: object, head_dim: int, device: torch.device | str | None) -> str | FeatureMap:
-    if isinstance(feature_map, str):
-        check.check_choice("feature_map", feature_map, FEATURE_MAPS)
-        return PositiveOrthogonalFeatures(head_dim).to(device) if feature_map == "favor" else feature_map
-    return check_feature_map(feature_map)
+def check_inputs(module: MixtureAttention, query: object, key: object, value: object) -> None:
+    """Check the shapes, dtypes and devices of query (B,Nq,E), key (B,Nk,kdim) and value (B,Nk,vdim)."""
+    query = check.check_tensor("query", query, "B,Nq,E")
+    check.check_shape("query", query, "B,Nq,E", (*query.shape[:2], module.embed_dim))
+    key = check.check_tensor("key", key, "B,Nk,kdim")
+    check.check_shape("key", key, "B,Nk,kdim", (len(query), key.shape[1], module.kdim), " to go with query")
+    value = check.check_tensor("value", value, "B,Nk,vdim")
+    check.check_shape("value", value, "B,Nk,vdim", (*key.shape[:2], module.vdim), " to go with key")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        projection = getattr(module, f"{name}_proj")
+        weight = getattr(projection, "weight", x)
+        # A module put in the place of a projection may convert its input itself.
+        if (x.dtype != weight.dtype or x.device != weight.device) and is_plain_linear(projection):
+            cast = autocasts(x) and torch.float64 not in (x.dtype, weight.dtype)
+            check.check_same(name, x, weight, dtype=not cast, whose=f"{name}_proj.weight")
 
 
-def key_mask(name: str, padding: object, axes: str, expected: tuple[int, ...], query: Tensor) -> Tensor | None:
-    """True where a key (or query) takes part, of a mask with True where it does not, or -inf, as PyTorch passes it."""
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling the module computes W x + b and nothing else.
+
+    False for an adapter in its place, for a module with hooks, and for one whose `forward` was replaced, as accelerate
+    does to load the weight first.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Linear and not any(hooks) and "forward" not in module.__dict__
+
+
+def check_positions(log_prior: Tensor | None, num_keys: int) -> None:
+    """Check that a prior per position, (H,M,N), covers all keys."""
+    if log_prior is not None and log_prior.dim() == 3 and num_keys > log_prior.shape[2]:
+        raise ValueError(f"key: expected at most {log_prior.shape[2]} positions (prior_positions), got {num_keys}")
+
+
+def check_padding(name: str, padding: object, axes: str, expected: tuple[int, ...], query: Tensor) -> Tensor | None:
+    """Return the mask of a padding mask: True where a key (or query) takes part.
+
+    `padding` is True where a position is ignored, or a float tensor of 0 and -inf, as PyTorch's layers pass it.
+    """
     if padding is None:
         return None
     if not isinstance(padding, Tensor):
@@ -92,7 +132,7 @@ def key_mask(name: str, padding: object, axes: str, expected: tuple[int, ...], q
 
 
 def check_attn_mask(attn_mask: object, is_causal: bool, num_queries: int, num_keys: int) -> bool:
-    """Whether the call is causal. Beside `is_causal`, a hint of PyTorch's, the mask's numbers are not read."""
+    """Return whether the call is causal. If `is_causal` is set, the values of the mask are not read."""
     if attn_mask is None:
         return is_causal
     if not isinstance(attn_mask, Tensor):
@@ -101,33 +141,31 @@ def check_attn_mask(attn_mask: object, is_causal: bool, num_queries: int, num_ke
         raise ValueError(f"attn_mask: expected (Nq,Nk) = {(num_queries, num_keys)}, got {check.describe(attn_mask)}")
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask: expected dtype torch.bool or a float dtype, got {attn_mask.dtype}")
-    if not is_causal:
-        if torch.compiler.is_compiling():
-            raise ValueError("attn_mask: expected is_causal=True beside it where a model is compiled, got False")
-        future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=attn_mask.device)
-        future = future.triu(1 + num_keys - num_queries)
-        hidden = (
-            future if attn_mask.dtype == torch.bool else torch.zeros_like(attn_mask).masked_fill(future, -torch.inf)
-        )
-        if not bool((attn_mask == hidden).all()):
-            raise ValueError("attn_mask: expected None or the causal mask (True or -inf hides), got another mask")
+    if is_causal:
+        return True
+    if torch.compiler.is_compiling():
+        raise ValueError("attn_mask: expected is_causal=True with it where a model is compiled, got False")
+    future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=attn_mask.device)
+    future = future.triu(1 + num_keys - num_queries)
+    hidden = future if attn_mask.dtype == torch.bool else torch.zeros_like(attn_mask).masked_fill(future, -torch.inf)
+    if not bool((attn_mask == hidden).all()):
+        raise ValueError("attn_mask: expected None or the causal mask (True or -inf hides), got another mask")
     return True
 
 
 def check_rotary(rotary_dim: object, head_dim: int, variant: str) -> int:
+    """Check how many entries of a head are rotated."""
     rotary_dim = check_rotary_dim(rotary_dim, head_dim)
     if variant in SHIFTED and rotary_dim == head_dim:
         raise ValueError(
-            f"rotary_dim: expected less than head_dim = {head_dim} for variant {variant!r}, whose shifts live in the "
-            f"rest of the head, got {rotary_dim}"
+            f"rotary_dim: expected less than head_dim = {head_dim} for variant {variant!r}, whose shifts use the "
+            f"entries that are not rotated, got {rotary_dim}"
         )
     return rotary_dim
 
 
-def check_rotation(
-    rotary: object, rotary_dim: int, shape: tuple[int, ...], head_dim: int, is_self: bool
-) -> None:  # fmt: skip
-    """For queries of the shape (B,Nq,...)."""
+def check_rotation(rotary: object, rotary_dim: int, shape: tuple[int, ...], head_dim: int, is_self: bool) -> None:
+    """Check the rotation of queries of shape (B,Nq,...)."""
     if not rotary_dim:
         if rotary is not None:
             raise ValueError(f"rotary: expected None for a module without rotary_dim, got {type(rotary).__name__}")
@@ -137,7 +175,7 @@ def check_rotation(
             f"rotary: expected a Rotation for a module with rotary_dim = {rotary_dim}, got {type(rotary).__name__}"
         )
     if not is_self:
-        raise ValueError("rotary: expected self-attention (key=None), got a key of its own")
+        raise ValueError("rotary: expected self-attention (key=None), got another key")
     batch = len(rotary.cos) if len(rotary.cos) == 1 else shape[0]
     for name, part in rotary._asdict().items():
         check.check_shape(f"rotary.{name}", part, "B,Nq,D", (batch, shape[1], head_dim))
@@ -146,11 +184,12 @@ def check_rotation(
 def check_cache(
     cache: object, kind: type[KeyValueCache] | type[StateCache], batch_size: int, is_self: bool, need_weights: bool
 ) -> None:
+    """Check that a cache belongs to this kind of module and batch."""
     if not isinstance(cache, kind):
         raise TypeError(f"cache: expected a {kind.__name__} of new_cache, got {type(cache).__name__}")
     if cache.batch_size != batch_size:
         raise ValueError(f"cache: expected one for a batch of {batch_size}, got one for {cache.batch_size}")
     if not is_self:
-        raise ValueError("cache: expected self-attention (key=None) with a cache, got a key of its own")
+        raise ValueError("cache: expected self-attention (key=None) with a cache, got another key")
     if need_weights and kind is StateCache:
         raise ValueError("need_weights: expected False with a cache of linear attention, which keeps no keys, got True")

@@ -1,47 +1,35 @@
 """Multi-head attention with mixture keys, called as `torch.nn.MultiheadAttention` is called with `batch_first=True`.
 
-B batch, H heads, M components, N positions (Nq queries, Nk keys), E width of the model, D width of a head.
+B batch, H heads, M components, N positions (Nq queries, Nk keys), T rows of a packed batch, E width of the model,
+D width of a head.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from mgk.nn.arguments import (
-    MEANS,
-    MIXINGS,
-    check_attn_mask,
-    check_cache,
-    check_combination,
-    check_rotary,
-    check_rotation,
-    key_mask,
-    make_feature_map,
-)  # fmt: skip
+from mgk.nn import arguments, operators
 from mgk.nn.cache import KeyValueCache, StateCache
-from mgk.nn.embeddings import Rotation, rotate, still_part
-from mgk.nn.linear import linear, plain_linear, through
-from mgk.nn.means import update_means
+from mgk.nn.embeddings import Rotation, pad_shift, rotate
+from mgk.nn.m_step import m_step
+from mgk.nn.operators import AttentionInputs
 from mgk.nn.packing import Packing
-from mgk.nn.prior import mean_key, prior_statistics, update_log_prior
-from mgk.nn.softmax import packed_softmax_attention, softmax_attention, softmax_weights
 from mgk.ops import api
 from mgk.ops import arguments as check
-from mgk.ops.common import autocasts
-from mgk.ops.feature_maps import FeatureMap
-from mgk.ops.linear import linear_step, mlk_attention, rows_attention, smlk_attention, takes_rows
-from mgk.variants import GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
+from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures
+from mgk.variants import LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-Options = dict[str, Any]  # arguments of mgk.ops by name
+AttentionHook = Callable[["MixtureAttention", AttentionInputs], None]
 
 
 class MixtureAttention(nn.Module):
@@ -56,38 +44,42 @@ class MixtureAttention(nn.Module):
     | `mlk`     | sum_r prior_r phi(q_i).phi(k_jr)           | k_jr = x_j W_r      |
     | `smlk`    | the same                                   | k_jr = x_j W + b_r  |
 
-    Parameters: `query_proj`, `key_proj`, `value_proj`, `out_proj` (`nn.Linear` with its own initial values, as in the
-    paper's baselines), `shift` (H,M,D) from a standard normal, `log_prior` (H,M) from log(1/M), `log_variance` (H,M)
-    from log sqrt(D).
+    Parameters: `query_proj`, `key_proj`, `value_proj`, `out_proj` (`nn.Linear` with its default initialisation, as in
+    the paper's baselines), `shift` (H,M,D), initialised from a standard normal, `log_prior` (H,M), initialised to
+    log(1/M), and `log_variance` (H,M), initialised to log sqrt(D).
 
     Args:
         embed_dim: E, the width of queries and outputs.
         num_heads: H.
-        variant: see the table.
-        head_dim: D; None is E / H. The inner width is H*D whatever E is.
+        variant: one of the table above.
+        head_dim: D; None is E / H. The inner width is H*D for every E.
         num_components: M, for the mixtures.
-        e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior and owns none.
-        prior: "sgd", learned with the rest; "em", a buffer that every forward in training mode moves by an M-step over
-            the real queries of all processes (`mgk` and `smgk`, soft; processes must run in step); "uniform", none.
-        causal: every call is causal, as if with `is_causal=True`.
-        dropout: of attention weights, in training; the linear family has no weights to drop.
-        bias: of the four projections.
-        feature_map: phi of the linear family: "elu", "dpfp", "favor" (Performer; `self.feature_map.redraw()` draws
-            anew), or a callable on (...,D), which may be a module.
-        learn_variance: s2 becomes a parameter per head and component (`mgk` and `smgk`); else it is sqrt(D).
-        prior_positions: with prior="em", one prior for each of the first so many key positions, (H,M,prior_positions).
-        prior_momentum: with prior="em", the share of the old prior that an M-step keeps.
-        means: "sgd", shifts learned with the rest; "em" (`smgk`, soft), shifts and variances are buffers that every
-            forward in training mode moves by the M-step of Eqn 13 (`mgk.nn.means`), after it was computed with the old.
-        mixing: of `mlk` and `smlk`: "features", Eqn 14; "keys", phi(sum_r prior_r k_jr), as in the authors' LRA code,
-            which is linear attention with its key projection written as a sum.
-        rotary_dim: so much of a head turns with the position (`mgk.nn.embeddings`); `forward` then wants `rotary`. A
-            shift lives in the rest of the head, (H,M,D - rotary_dim), so shifted keys cannot turn whole.
+        e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior, and the module
+            then has none.
+        prior: "sgd" learns it with the other parameters. "em" keeps it in a buffer that every forward pass in training
+            mode updates by an M-step over the real queries of all processes (`mgk` and `smgk`, soft; all processes
+            must make the same calls). "uniform" has none.
+        causal: make every call causal, as `is_causal=True` does.
+        dropout: probability of dropping an attention weight in training; the linear family has no weights to drop.
+        bias: whether the four projections have a bias.
+        feature_map: phi of the linear family: "elu", "dpfp", "favor" (Performer; `self.feature_map.redraw()` draws new
+            features), or a callable on (...,D), which may be a module.
+        learn_variance: learn s2 per head and component (`mgk` and `smgk`); otherwise it is sqrt(D).
+        prior_positions: with prior="em", keep a prior for each of the first `prior_positions` key positions,
+            (H,M,prior_positions).
+        prior_momentum: with prior="em", the weight of the old prior in an update.
+        means: "sgd" learns the shifts. "em" (`smgk`, soft) keeps shifts and variances in buffers that every forward
+            pass in training mode updates by the M-step of Eqn 13 (`mgk.nn.m_step`) after it has used them.
+        mixing: for `mlk` and `smlk`: "features" is Eqn 14; "keys" is phi(sum_r prior_r k_jr), as in the authors' LRA
+            code, which equals linear attention with its key projection written as a sum.
+        rotary_dim: how many entries of a head are rotated by the position (`mgk.nn.embeddings`); `forward` then needs
+            `rotary`. A shift uses the other entries, (H,M,D - rotary_dim), so shifted keys need rotary_dim < D.
         kdim, vdim: widths of `key` and `value` in cross-attention; None is E.
-        impl: implementation of `mgk.ops`: "auto" or one by name.
+        impl: implementation of `mgk.ops`: "auto" or a name.
     """
 
-    # What nn.TransformerEncoderLayer reads of its self_attn: this keeps it off a fused path that knows softmax alone.
+    # nn.TransformerEncoderLayer reads these attributes of its self_attn. With these values it never takes its fused
+    # path, which computes softmax attention only.
     batch_first = True
     in_proj_bias = None
     _qkv_same_embed_dim = False
@@ -140,40 +132,43 @@ class MixtureAttention(nn.Module):
             raise ValueError(
                 f"embed_dim: expected a multiple of num_heads = {num_heads} unless head_dim is given, got {embed_dim}"
             )
-        self.rotary_dim = check_rotary(rotary_dim, self.head_dim, variant)
-        self.means_kind = check.check_choice("means", means, MEANS)
-        self.mixing = check.check_choice("mixing", mixing, MIXINGS)
-        self.moves = True  # what an M-step moves; False for a forward that only repeats one
+        self.rotary_dim = arguments.check_rotary(rotary_dim, self.head_dim, variant)
+        self.means_kind = check.check_choice("means", means, arguments.MEANS)
+        self.mixing = check.check_choice("mixing", mixing, arguments.MIXINGS)
         check.check_flag("learn_variance", learn_variance)
-        check_combination(
+        arguments.check_combination(
             variant, e_step, prior, dropout, feature_map, learn_variance, prior_positions, prior_momentum, means,
             mixing, rotary_dim,
         )  # fmt: skip
+        self.m_step_enabled = True  # False while activation checkpointing repeats a forward pass
+        self._attention_hooks: OrderedDict[int, AttentionHook] = OrderedDict()
 
-        place: Options = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
         key_width = inner * components if variant in PROJECTED else inner
-        self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **place)
-        self.key_proj = nn.Linear(self.kdim, key_width, bias, **place)
-        self.value_proj = nn.Linear(self.vdim, inner, bias, **place)
-        self.out_proj = nn.Linear(inner, embed_dim, bias, **place)
-        used = prior == "em" or (prior == "sgd" and e_step == "soft" and variant in MIXTURES)
+        self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **factory)
+        self.key_proj = nn.Linear(self.kdim, key_width, bias, **factory)
+        self.value_proj = nn.Linear(self.vdim, inner, bias, **factory)
+        self.out_proj = nn.Linear(inner, embed_dim, bias, **factory)
+        has_prior = prior == "em" or (prior == "sgd" and e_step == "soft" and variant in MIXTURES)
         positions = () if prior_positions is None else (prior_positions,)
         for name, exists, shape in (
             ("shift", variant in SHIFTED, (self.head_dim - rotary_dim,)),
             ("log_variance", learn_variance or means == "em", ()),
-            ("log_prior", used, positions),
+            ("log_prior", has_prior, positions),
         ):
-            value = torch.empty(heads, components, *shape, **place) if exists else None
-            if name in self.moving:
+            value = torch.empty(heads, components, *shape, **factory) if exists else None
+            if name in self.em_buffers:
                 self.register_buffer(name, value)
             else:
                 self.register_parameter(name, None if value is None else nn.Parameter(value))
-        self.feature_map = make_feature_map(feature_map, self.head_dim, device) if variant in LINEAR else "elu"
+        self.feature_map: str | FeatureMap = feature_map
+        if feature_map == "favor":
+            self.feature_map = PositiveOrthogonalFeatures(self.head_dim).to(device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values of what this module itself owns; the projections have a method of their own."""
+        """Initialise `shift`, `log_variance` and `log_prior`. The projections have a method of their own."""
         if self.shift is not None:
             nn.init.normal_(self.shift)
         if self.log_variance is not None:
@@ -182,8 +177,8 @@ class MixtureAttention(nn.Module):
             nn.init.constant_(self.log_prior, -math.log(self.num_components))
 
     @property
-    def moving(self) -> tuple[str, ...]:
-        """The buffers that M-steps move."""
+    def em_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that M-steps update."""
         prior = ("log_prior",) if self.prior_kind == "em" else ()
         return prior + (("shift", "log_variance") if self.means_kind == "em" else ())
 
@@ -197,16 +192,29 @@ class MixtureAttention(nn.Module):
 
     @property
     def key_shift(self) -> Float[Tensor, "h m d"] | None:
-        """b_r of the whole head."""
+        """The shifts b_r, padded with zeros to the width of a head."""
         if self.shift is None or not self.rotary_dim:
             return self.shift
-        return still_part(self.shift, self.head_dim)
+        return pad_shift(self.shift, self.head_dim)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> KeyValueCache | StateCache:
-        """An empty cache for `forward`. `capacity` reserves room for so many positions at once."""
+        """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         check.check_count("batch_size", batch_size)
         check.check_count("capacity", capacity, 0)
         return StateCache(batch_size) if self.variant in LINEAR else KeyValueCache(batch_size, capacity)
+
+    def register_attention_hook(self, hook: AttentionHook) -> RemovableHandle:
+        """Call `hook(module, inputs)` before each attention operator, with its `AttentionInputs`.
+
+        For a packed batch the hook gets padded tensors (B,H,N,D) with their masks. It is not called while
+        torch.compile traces the module, nor in a call of the linear family with a cache, which keeps no keys.
+
+        Returns:
+            A handle; `handle.remove()` removes the hook.
+        """
+        handle = RemovableHandle(self._attention_hooks)
+        self._attention_hooks[handle.id] = hook
+        return handle
 
     def forward(
         self,
@@ -226,31 +234,32 @@ class MixtureAttention(nn.Module):
         """Self-attention of `query`, or cross-attention to `key` and `value`.
 
         Args:
-            query: (B,Nq,E), or (Nq,E) without a batch, then everywhere.
+            query: (B,Nq,E), or (Nq,E) if no argument has a batch dimension.
             key: (B,Nk,kdim); None is `query`.
             value: (B,Nk,vdim); None is `key`.
-            key_padding_mask: (B,Nk), True (or -inf) where a key is to be ignored. With a cache it covers the keys in
-                the cache and the new ones. In self-attention its positions are not counted as queries of an M-step.
-            query_padding_mask: (B,Nq), True where a query is padding: its heads give zero, so its output is the bias of
-                `out_proj`; it costs nothing where the operator can skip it, and does not count in an M-step.
+            key_padding_mask: (B,Nk), True (or -inf) where a key is ignored. With a cache it covers the cached keys and
+                the new ones. In self-attention the masked positions do not count as queries in an M-step either.
+            query_padding_mask: (B,Nq), True where a query is padding. Its heads are zero, so its output is the bias of
+                `out_proj`. Operators skip it where they can, and an M-step does not count it.
             rotary: the rotation of the positions of `query`, (B,Nq,D) or (1,Nq,D), if the module has a `rotary_dim`.
-            need_weights: return A too, which needs Nq x Nk memory; without dropout.
-            attn_mask: (Nq,Nk), the causal mask and no other, which stands for `is_causal=True` and may come beside it.
+            need_weights: also return A, which needs Nq x Nk memory; without dropout.
+            attn_mask: (Nq,Nk), the causal mask; it has the effect of `is_causal=True`. Other masks are an error.
             average_attn_weights: average A over the heads.
             is_causal: a query sees the keys up to its own position; the last query sees every key.
-            cache: of `new_cache`. `query` then holds the positions after those in the cache and is added to it. Such a
-                call is causal, is not differentiated, and moves no prior.
-            packing: of the batch, instead of its padding: `query` and the output are then packed, (T,E).
+            cache: from `new_cache`. `query` holds the positions after the cached ones and is added to the cache. Such
+                a call is causal, has no gradient, and makes no M-step.
+            packing: describes a packed batch: `query` and the output are (T,E). Only `is_causal` and `rotary` can be
+                used with it.
 
         Returns:
-            The output (B,Nq,E), and A as (B,Nq,Nk) or (B,H,Nq,Nk) if asked for, else None.
+            The output (B,Nq,E), and A as (B,Nq,Nk) or (B,H,Nq,Nk) if `need_weights`, else None.
         """
         check.check_flag("is_causal", is_causal)
         if packing is not None:
             others = (key, value, key_padding_mask, attn_mask, cache, query_padding_mask)
             if need_weights or any(other is not None for other in others):
                 raise ValueError("packing: expected at most is_causal and rotary beside query and packing, got more")
-            return self._packed(query, packing, is_causal, rotary), None
+            return self._forward_packed(query, packing, is_causal or self.causal, rotary), None
         if key is None and value is not None:
             raise ValueError("value: expected None where key is None, got a tensor")
         is_self = key is None or key is query
@@ -262,25 +271,19 @@ class MixtureAttention(nn.Module):
             key_padding_mask, query_padding_mask = (
                 x[None] if isinstance(x, Tensor) else x for x in (key_padding_mask, query_padding_mask)
             )
-        self._check_inputs(query, key, value)
+        arguments.check_inputs(self, query, key, value)
         if cache is not None:
-            check_cache(
-                cache, StateCache if self.variant in LINEAR else KeyValueCache, len(query), is_self, need_weights
-            )
+            kind = StateCache if self.variant in LINEAR else KeyValueCache
+            arguments.check_cache(cache, kind, len(query), is_self, need_weights)
         num_keys = key.shape[1] + (0 if cache is None else cache.length)
-        self._check_positions(num_keys)
-        is_causal = check_attn_mask(attn_mask, is_causal, query.shape[1], num_keys)
-        check_rotation(rotary, self.rotary_dim, query.shape, self.head_dim, is_self)
-        mask = key_mask("key_padding_mask", key_padding_mask, "B,Nk", (len(query), num_keys), query)
-        if query_padding_mask is key_padding_mask and num_keys == query.shape[1]:
-            query_mask = mask
-        else:
-            query_mask = key_mask("query_padding_mask", query_padding_mask, "B,Nq", (len(query), query.shape[1]), query)
-        seen: Options = {"is_causal": is_causal or self.causal or cache is not None, "key_mask": mask}
-        if is_self and value is query and cache is None and rotary is None and not need_weights:
-            whole = self._whole(query, seen["is_causal"], mask, query_mask)
-            if whole is not None:
-                return (whole if batched else whole[0]), None
+        arguments.check_positions(self.log_prior, num_keys)
+        is_causal = arguments.check_attn_mask(attn_mask, is_causal, query.shape[1], num_keys)
+        arguments.check_rotation(rotary, self.rotary_dim, query.shape, self.head_dim, is_self)
+        mask = arguments.check_padding("key_padding_mask", key_padding_mask, "B,Nk", (len(query), num_keys), query)
+        query_mask = mask  # the same object if it is the same mask: softmax attention can then skip the padding
+        if query_padding_mask is not key_padding_mask or num_keys != query.shape[1]:
+            shape = (len(query), query.shape[1])
+            query_mask = arguments.check_padding("query_padding_mask", query_padding_mask, "B,Nq", shape, query)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             q, k, v = self._project(query, key, value)
@@ -288,21 +291,21 @@ class MixtureAttention(nn.Module):
                 q, k = rotate(q, rotary), rotate(k, rotary)
             if isinstance(cache, KeyValueCache):
                 k, v = cache.append(k, v)
+            is_causal = is_causal or self.causal or cache is not None
+            inputs = self._inputs(q, k, v, is_causal, mask, query_mask)
             if isinstance(cache, StateCache):
-                heads, weights = self._linear_step(q, k, v, seen, cache), None
+                heads = operators.attend_with_state(inputs, cache)
             else:
-                heads, weights = self._attend(q, k, v, seen, query_mask, need_weights)
-            if query_mask is not None and self.variant not in GAUSSIAN:  # whose operators take it
-                heads = heads.masked_fill(~query_mask[:, None, :, None], 0)
-            if query_mask is not None and weights is not None:
-                weights = weights.masked_fill(~query_mask[:, None, :, None], 0)
-            output = through(self.out_proj, heads.transpose(1, 2).flatten(2))
-        if self._steps and cache is None:
-            self._m_step(q, k, seen, mask if query_mask is None and is_self else query_mask)
-        if weights is not None:
-            weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights if batched else weights[0]
-        return (output if batched else output[0]), weights
+                heads = self._attend(inputs)
+            weights = operators.attention_weights(inputs) if need_weights else None
+            output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        if self._makes_m_step and cache is None:
+            m_step(self, inputs, mask if query_mask is None and is_self else query_mask)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            output, weights = output[0], None if weights is None else weights[0]
+        return output, weights
 
     def extra_repr(self) -> str:
         text = f"variant={self.variant}, num_heads={self.num_heads}, head_dim={self.head_dim}"
@@ -310,97 +313,48 @@ class MixtureAttention(nn.Module):
             text += f", num_components={self.num_components}, e_step={self.e_step}, prior={self.prior_kind}"
         return text + f", causal={self.causal}, dropout={self.dropout}"
 
-    def _packed(
+    def _forward_packed(
         self, x: Float[Tensor, "t e"], packing: Packing, is_causal: bool, rotary: Rotation | None
     ) -> Float[Tensor, "t e"]:
-        """Self-attention of a packed batch: it is spread out for the operators that need that, and no longer."""
+        """Self-attention of a packed batch. It is padded only for operators that cannot read packed rows."""
         x = check.check_tensor("query", x, "T,E")[None]
-        self._check_inputs(x, x, x)
-        self._check_positions(packing.shape[1])
-        check_rotation(rotary, self.rotary_dim, packing.shape, self.head_dim, True)
-        is_causal = is_causal or self.causal
-        whole = self._whole(x, is_causal, None, None, packing) if rotary is None else None
-        if whole is not None:
-            return whole.squeeze(0)
-        heads = self._rows(x, packing, is_causal) if rotary is None else None
-        if heads is not None:
-            return through(self.out_proj, heads.transpose(1, 2).flatten(2).squeeze(0))
+        arguments.check_inputs(self, x, x, x)
+        arguments.check_positions(self.log_prior, packing.max_seqlen)
+        arguments.check_rotation(rotary, self.rotary_dim, packing.shape, self.head_dim, True)
+        padded = self._attention_hooks or self._makes_m_step or rotary is not None
+        if not padded and operators.can_attend_packed(self, x, is_causal):
+            inputs = self._inputs(*self._project(x, x, x), is_causal, None, None)
+            heads = operators.attend_packed(inputs, packing)
+            return self.out_proj(heads.transpose(1, 2).flatten(2).squeeze(0))  # type: ignore[no-any-return]
         q, k, v = self._project(x, x, x, packing)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        seen: Options = {"is_causal": is_causal, "key_mask": packing.mask}
-        heads, _ = self._attend(q, k, v, seen, packing.mask, False)
-        if self._steps:
-            self._m_step(q, k, seen, packing.mask)
-        return through(self.out_proj, packing.pack(heads.transpose(1, 2).flatten(2)))
-
-    def _whole(
-        self,
-        x: Float[Tensor, "b n e"],
-        is_causal: bool,
-        mask: Tensor | None,
-        query_mask: Tensor | None,
-        packing: Packing | None = None,
-    ) -> Float[Tensor, "b n e"] | None:
-        """Projections and attention as one operator, where there is one; of (1,T,E) with `packing`."""
-        projections = (*self._inputs, self.out_proj)
-        if self.variant not in GAUSSIAN or self.moving or self.log_variance is not None or self.rotary_dim:
-            return None
-        if torch.compiler.is_compiling() or not all(map(plain_linear, projections)):
-            return None
-        weights, biases = ([getattr(each, name) for each in projections] for name in ("weight", "bias"))
-        autocast = autocasts(x)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-        parameters = [each for each in (*weights, *biases, self.shift, self.log_prior) if each is not None]
-        same = len({each.dtype for each in weights} | (set() if autocast else {x.dtype})) == 1
-        if not same or not api.takes_layer(x, parameters, dtype, self.head_dim, self.impl):
-            return None
-        from mgk.ops.triton.layer import attention_layer  # not loaded before it is needed
-
-        ends, longest = (None, 0) if packing is None else (packing.ends, packing.shape[1])
-        return attention_layer(
-            x, weights, biases, self.shift, self.log_prior, mask, query_mask, ends, longest, self.head_dim,
-            self.e_step, is_causal, self._dropout_p, dtype,
-        )  # fmt: skip
-
-    def _rows(self, x: Float[Tensor, "1 t e"], packing: Packing, is_causal: bool) -> Float[Tensor, "1 h t d"] | None:
-        """The heads, where kernels read packed rows as they lie; None where they do not."""
-        if self.variant == "softmax":
-            options: Options = {"is_causal": is_causal, "dropout_p": self._dropout_p, "impl": self.impl}
-            return packed_softmax_attention(*self._project(x, x, x), packing, **options)
-        if self.variant in LINEAR:
-            fits = not is_causal and takes_rows(x, self.head_dim, self.feature_map, self.impl)
-        else:
-            # A prior per position is one of the padded batch, which says where a token stands in its row.
-            by_position = self.log_prior is not None and self.log_prior.dim() == 3
-            fits = not (self._steps or by_position) and api.takes_rows(x, self.head_dim, self.impl)
-        if not fits:
-            return None
-        (q, k, v), ends, longest = self._project(x, x, x), packing.ends, packing.shape[1]
-        mixture = self._mixture(longest)
-        shift, log_prior, variance = mixture["shift"], mixture["log_prior"], mixture["variance"]
-        if self.variant in LINEAR:
-            k = k if k.dim() == 5 or shift is not None else k[:, :, None]
-            return rows_attention(q, k, shift, v, log_prior, ends, longest)
-        how = self.e_step, is_causal, self._dropout_p
-        return api.rows_attention(q, k, shift, v, log_prior, variance, *how, ends, longest)
+        inputs = self._inputs(q, k, v, is_causal, packing.mask, packing.mask)
+        heads = self._attend(inputs)
+        if self._makes_m_step:
+            m_step(self, inputs, packing.mask)
+        return self.out_proj(packing.pack(heads.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B,H,Nq,D), keys (B,H,Nk,D) or (B,H,M,Nk,D), values (B,H,Nk,D); with `packing` of (1,T,E)."""
+        """Return queries (B,H,Nq,D), keys (B,H,Nk,D) or (B,H,M,Nk,D), and values (B,H,Nk,D).
 
-        def spread(x: Tensor) -> Tensor:
+        With `packing` the inputs are (1,T,E), and the results are padded.
+        """
+
+        def padded(x: Tensor) -> Tensor:
             return x if packing is None else packing.unpack(x.squeeze(0))
 
-        if key is query and value is query and all(map(plain_linear, self._inputs)):
+        projections = (self.query_proj, self.key_proj, self.value_proj)
+        if key is query and value is query and all(map(arguments.is_plain_linear, projections)):
             # One product reads x once, forward and backward: on a GPU 4% to 6% of a training step at width 64.
-            weight = torch.cat([projection.weight for projection in self._inputs])
-            bias = None if self.query_proj.bias is None else torch.cat([part.bias for part in self._inputs])
-            sizes = [projection.out_features for projection in self._inputs]
-            q, k, v = torch.split(spread(linear(query, weight, bias)), sizes, -1)
+            weight = torch.cat([projection.weight for projection in projections])
+            bias = None if self.query_proj.bias is None else torch.cat([part.bias for part in projections])
+            sizes = [projection.out_features for projection in projections]
+            q, k, v = torch.split(padded(nn.functional.linear(query, weight, bias)), sizes, -1)
         else:
-            q, k, v = spread(self.query_proj(query)), spread(self.key_proj(key)), spread(self.value_proj(value))
+            q, k, v = (padded(part(x)) for part, x in zip(projections, (query, key, value), strict=True))
         heads = (self.num_heads, self.head_dim)
         q, v = (x.view(*x.shape[:2], *heads).transpose(1, 2) for x in (q, v))
         if self.variant not in PROJECTED:
@@ -408,154 +362,36 @@ class MixtureAttention(nn.Module):
         else:
             k = k.view(*k.shape[:2], self.num_heads, self.num_components, self.head_dim).permute(0, 2, 3, 1, 4)
         if self.mixing == "keys":
-            k = mean_key(k, self.key_shift, self.prior if self.log_prior is None else self.log_prior.exp())
+            k = operators.mean_key(k, self.key_shift, self.prior if self.log_prior is None else self.log_prior.exp())
         return q, k, v
 
-    @property
-    def _inputs(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.query_proj, self.key_proj, self.value_proj
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: Options,
+    def _inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None,
         query_mask: Tensor | None,
-        need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The heads (B,H,Nq,D), and A if it is asked for."""
-        if self.variant == "softmax":
-            return self._softmax(query, key, value, seen, query_mask, need_weights)
-        if self.variant in GAUSSIAN:
-            return self._gaussian(query, key, value, seen, query_mask, need_weights)
-        return self._linear(query, key, value, seen, need_weights)
-
-    def _softmax(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: Options,
-        query_mask: Tensor | None,
-        need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        options: Options = {"dropout_p": self._dropout_p, "query_mask": query_mask, "impl": self.impl}
-        output = softmax_attention(query, key, value, **options, **seen)
-        return output, softmax_weights(query, key, **seen) if need_weights else None
-
-    def _gaussian(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: Options,
-        query_mask: Tensor | None,
-        need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        mixture = self._mixture(key.shape[-2]) | seen
-        weights = api.attention_weights(query, key, e_step=self.e_step, **mixture) if need_weights else None
-        options: Options = {
-            "e_step": self.e_step, "dropout_p": self._dropout_p, "query_mask": query_mask, "impl": self.impl,
-        }  # fmt: skip
-        shift = mixture.pop("shift")
-        if shift is None:
-            return api.mgk_attention(query, key, value, **mixture, **options), weights
-        return api.smgk_attention(query, key, shift, value, **mixture, **options), weights
-
-    def _linear(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Options, need_weights: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        mixture = self._mixture(key.shape[-2])
-        shift = mixture["shift"]
-        options: Options = {
-            "log_prior": mixture["log_prior"], "feature_map": self.feature_map, "impl": self.impl, **seen,
-        }  # fmt: skip
-        attend: Callable[[Tensor], Tensor]
-        if shift is not None:
-            attend = partial(smlk_attention, query, key, shift, **options)
-        else:
-            attend = partial(mlk_attention, query, key if key.dim() == 5 else key[:, :, None], **options)
-        if not need_weights:
-            return attend(value), None
-        every_key = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device)  # sum_j A[i,j] e_j is a row of A
-        return attend(value), attend(every_key.expand(*value.shape[:2], -1, -1))
-
-    def _linear_step(self, query: Tensor, key: Tensor, value: Tensor, seen: Options, cache: StateCache) -> Tensor:
-        mask = None if seen["key_mask"] is None else seen["key_mask"][:, cache.length :]  # of the new keys alone
-        mixture = self._mixture(key.shape[-2])
-        output, state = linear_step(
-            cache.state,
-            query,
-            key,
-            value,
-            mixture["log_prior"],
-            shift=mixture["shift"],
-            feature_map=self.feature_map,
-            key_mask=mask,
-        )
-        cache.advance(state, query.shape[2])
-        return output
-
-    def _mixture(self, num_keys: int) -> Options:
-        """What makes a mixture of so many keys, by the names of `mgk.ops`."""
+    ) -> AttentionInputs:  # fmt: skip
         log_prior, shift = self.log_prior, self.key_shift
-        if self.mixing == "keys":  # it is made
+        if self.mixing == "keys":  # `_project` has mixed the keys
             log_prior = shift = None
         if log_prior is not None and log_prior.dim() == 3:
-            log_prior = log_prior[..., :num_keys]
-        # A backend may keep them for backward, and the M-step writes into the buffers.
-        if log_prior is not None and "log_prior" in self.moving:
+            log_prior = log_prior[..., : key.shape[-2]]
+        # Operators may save them for backward, and the M-step writes into the buffers.
+        if log_prior is not None and self.prior_kind == "em":
             log_prior = log_prior.clone()
-        if shift is not None and "shift" in self.moving:
+        if shift is not None and self.means_kind == "em":
             shift = shift.clone()
         variance = None if self.log_variance is None else self.log_variance.exp()
-        return {"log_prior": log_prior, "variance": variance, "shift": shift}
+        dropout_p = self.dropout if self.training else 0.0
+        return AttentionInputs(
+            query, key, value, shift, log_prior, variance, is_causal, key_mask, query_mask, self.variant, self.e_step,
+            self.feature_map, dropout_p, self.impl,
+        )  # fmt: skip
 
-    @torch.no_grad()
-    def _m_step(self, query: Tensor, key: Tensor, seen: Options, query_mask: Tensor | None) -> None:
-        mixture = self._mixture(key.shape[-2])  # before any of it moves
-        if self.prior_kind == "em":
-            assert self.log_prior is not None  # the buffer
-            total, count = prior_statistics(query, key, **mixture, **seen, query_mask=query_mask, impl=self.impl)
-            update_log_prior(self.log_prior, total, count, self.prior_momentum)
-        if self.means_kind == "em":
-            assert self.shift is not None  # the buffers
-            assert self.log_variance is not None
-            update_means(self.shift, self.log_variance, mixture["log_prior"], query, key, **seen, query_mask=query_mask)
+    def _attend(self, inputs: AttentionInputs) -> Float[Tensor, "b h nq d"]:
+        if not torch.compiler.is_compiling():
+            for hook in self._attention_hooks.values():
+                hook(self, inputs)
+        return operators.attend(inputs)
 
     @property
-    def _steps(self) -> bool:
-        """Whether a forward pass is an M-step too."""
-        return bool(self.moving) and self.training and self.moves
-
-    @property
-    def _dropout_p(self) -> float:
-        return self.dropout if self.training else 0.0
-
-    def _check_positions(self, num_keys: int) -> None:
-        if self.log_prior is not None and self.log_prior.dim() == 3 and num_keys > self.log_prior.shape[2]:
-            raise ValueError(
-                f"key: expected at most {self.log_prior.shape[2]} positions (prior_positions), got {num_keys}"
-            )
-
-    def _check_inputs(self, query: object, key: object, value: object) -> None:
-        query = check.check_tensor("query", query, "B,Nq,E")
-        check.check_shape("query", query, "B,Nq,E", (*query.shape[:2], self.embed_dim))
-        key = check.check_tensor("key", key, "B,Nk,kdim")
-        check.check_shape("key", key, "B,Nk,kdim", (len(query), key.shape[1], self.kdim), " to go with query")
-        value = check.check_tensor("value", value, "B,Nk,vdim")
-        check.check_shape("value", value, "B,Nk,vdim", (*key.shape[:2], self.vdim), " to go with key")
-        self._check_place("query", query)
-        if key is not query:
-            self._check_place("key", key)
-        if value is not query and value is not key:
-            self._check_place("value", value)
-
-    def _check_place(self, name: str, x: Tensor) -> None:
-        """An input is of the dtype and on the device of its projection, unless that is one that sees to it itself."""
-        projection = getattr(self, f"{name}_proj")
-        weight = getattr(projection, "weight", x)
-        if (x.dtype != weight.dtype or x.device != weight.device) and plain_linear(projection):
-            cast = autocasts(x) and torch.float64 not in (x.dtype, weight.dtype)
-            check.check_same(name, x, weight, dtype=not cast, whose=f"{name}_proj.weight")
+    def _makes_m_step(self) -> bool:
+        return bool(self.em_buffers) and self.training and self.m_step_enabled

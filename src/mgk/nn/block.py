@@ -1,4 +1,4 @@
-"""A transformer layer around any attention, and a stack of them.
+"""A transformer layer around any attention, and a stack of layers.
 
 B batch, N positions of this call, Nk positions so far, T rows of a packed batch, E width of the model, D width of a
 head.
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
+from mgk.nn.dropout import relu_dropout
 from mgk.nn.embeddings import Rotation
-from mgk.nn.linear import through, through_activation
-from mgk.nn.norm import LayerNorm, add_norm
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.variants import LINEAR
@@ -29,14 +29,14 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each added to its input.
+    """Attention and a feed-forward network f, each with a residual connection.
 
         norm="pre":   x + f(LayerNorm(x))      norm="post":   LayerNorm(x + f(x))
 
     Args:
-        attention: its `embed_dim` is E.
+        attention: the attention module; its `embed_dim` is E.
         hidden: width inside the feed-forward network.
-        dropout: of what is added, and inside the feed-forward network.
+        dropout: probability of dropout before each sum and inside the feed-forward network.
         activation: "gelu" or "relu".
         norm: "pre" or "post".
     """
@@ -48,8 +48,8 @@ class Block(nn.Module):
         width = attention.embed_dim
         self.norm = check.check_choice("norm", norm, ("pre", "post"))
         self.attention = attention
-        self.attention_norm = LayerNorm(width, narrow=norm == "pre")
-        self.feed_forward_norm = LayerNorm(width, narrow=norm == "pre")
+        self.attention_norm = nn.LayerNorm(width)
+        self.feed_forward_norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, check.check_count("hidden", hidden))
         self.activation = ACTIVATIONS[check.check_choice("activation", activation, ACTIVATIONS)]()
         self.down = nn.Linear(hidden, width)
@@ -63,17 +63,20 @@ class Block(nn.Module):
         cache: KeyValueCache | StateCache | None = None,
         packing: Packing | None = None,
     ) -> Float[Tensor, "b n e"] | Float[Tensor, "t e"]:
-        """`padding` is True where a position is padding; what comes out there means nothing.
+        """Apply the layer.
 
-        With `packing` instead, `x` has the tokens of the batch one after the other, and so has what comes out.
+        Args:
+            x: (B,N,E), or (T,E) with `packing`.
+            padding: (B,Nk), True where a position is padding; the output there is undefined.
+            rotary: the rotation of the positions, for an attention with rotary positions.
+            cache: from `attention.new_cache`, with the positions before x.
+            packing: describes a packed batch; it replaces `padding`.
         """
         if self.norm == "pre":
-            added = self._attend(self.attention_norm(x), padding, rotary, cache, packing)
-            x, normed = add_norm(self.feed_forward_norm, self.dropout, x, added)
-            return x + self.dropout(self._feed_forward(normed))  # type: ignore[no-any-return]
-        added = self._attend(x, padding, rotary, cache, packing)
-        _, x = add_norm(self.attention_norm, self.dropout, x, added)
-        return add_norm(self.feed_forward_norm, self.dropout, x, self._feed_forward(x))[1]
+            x = x + self.dropout(self._attend(self.attention_norm(x), padding, rotary, cache, packing))
+            return x + self.dropout(self._feed_forward(self.feed_forward_norm(x)))  # type: ignore[no-any-return]
+        x = self.attention_norm(x + self.dropout(self._attend(x, padding, rotary, cache, packing)))
+        return self.feed_forward_norm(x + self.dropout(self._feed_forward(x)))  # type: ignore[no-any-return]
 
     def _attend(
         self, x: Tensor, padding: Tensor | None, rotary: Rotation | None, cache: KeyValueCache | StateCache | None,
@@ -82,23 +85,28 @@ class Block(nn.Module):
         if packing is not None:
             return self.attention(x, rotary=rotary, packing=packing)[0]  # type: ignore[no-any-return]
         queries = None
-        # The linear family saves nothing by it; and a single query, the step of a decoder, is never padding.
+        # The linear family saves nothing by skipping queries, and the single query of a decoding step is never padding.
         if padding is not None and self.attention.variant not in LINEAR and x.shape[1] > 1:
             queries = padding if padding.shape[1] == x.shape[1] else padding[:, -x.shape[1] :]
         output, _ = self.attention(x, key_padding_mask=padding, query_padding_mask=queries, rotary=rotary, cache=cache)
         return output  # type: ignore[no-any-return]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        inside = through_activation(self.up, self.activation, self.dropout, x)
-        return through(self.down, inside)
+        x, p = self.up(x), self.dropout.p if self.dropout.training else 0.0
+        if p > 0 and type(self.activation) is nn.ReLU and x.is_cuda and torch.compiler.is_compiling():
+            x = relu_dropout(x, p)  # torch.compile fuses it into one pass over memory
+        else:
+            x = self.dropout(self.activation(x))
+        return self.down(x)  # type: ignore[no-any-return]
 
 
 class Stack(nn.Module):
-    """Layers one after the other, with a last LayerNorm if they are pre-LN.
+    """A sequence of layers, with a final LayerNorm if they are pre-LN.
 
     Args:
         layers: the layers, all of one kind.
-        recompute: in training keep only what enters each layer, and compute the rest again in backward.
+        recompute: activation checkpointing: in training keep only the input of each layer, and compute the rest again
+            in backward.
     """
 
     def __init__(self, layers: list[Block], *, recompute: bool = False) -> None:
@@ -107,10 +115,11 @@ class Stack(nn.Module):
             raise ValueError("layers: expected at least one Block, got none")
         self.layers = nn.ModuleList(layers)
         pre, width = layers[0].norm == "pre", layers[0].attention.embed_dim
-        self.final_norm = LayerNorm(width) if pre else nn.Identity()
+        self.final_norm = nn.LayerNorm(width) if pre else nn.Identity()
         self.recompute = check.check_flag("recompute", recompute)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
+        """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return StackCache([layer.attention.new_cache(batch_size, capacity) for layer in self._blocks()])
 
     def forward(
@@ -121,6 +130,7 @@ class Stack(nn.Module):
         cache: StackCache | None = None,
         packing: Packing | None = None,
     ) -> Float[Tensor, "b n e"] | Float[Tensor, "t e"]:
+        """Apply all layers; the arguments are those of `Block.forward`."""
         for index, layer in enumerate(self._blocks()):
             inputs = x, padding, rotary, None if cache is None else cache.layers[index], packing
             recompute = self.recompute and self.training and cache is None
@@ -133,28 +143,28 @@ class Stack(nn.Module):
 
 def _with_recomputation(layer: Block, inputs: tuple[Any, ...]) -> Tensor:
     attention = layer.attention
-    if not attention.moving:
+    if not attention.em_buffers:
         return checkpoint(layer, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
-    before = {name: getattr(attention, name).clone() for name in attention.moving}
+    before = {name: getattr(attention, name).clone() for name in attention.em_buffers}
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _as_it_was(attention, before)
+        return nullcontext(), _restored(attention, before)
 
     return checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _as_it_was(attention: MixtureAttention, before: dict[str, Tensor]) -> Iterator[None]:
-    """A forward that is done again reads the buffers that the first one read, and takes no M-step of its own."""
+def _restored(attention: MixtureAttention, before: dict[str, Tensor]) -> Iterator[None]:
+    """Use the buffers of the first forward pass while it is repeated, without another M-step."""
     now = {name: getattr(attention, name) for name in before}
-    _set(attention, before, moves=False)
+    _set(attention, before, m_step_enabled=False)
     try:
         yield
     finally:
-        _set(attention, now, moves=True)
+        _set(attention, now, m_step_enabled=True)
 
 
-def _set(attention: MixtureAttention, buffers: dict[str, Tensor], *, moves: bool) -> None:
+def _set(attention: MixtureAttention, buffers: dict[str, Tensor], *, m_step_enabled: bool) -> None:
     for name, value in buffers.items():
         setattr(attention, name, value)
-    attention.moves = moves
+    attention.m_step_enabled = m_step_enabled

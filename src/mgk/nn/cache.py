@@ -1,8 +1,8 @@
-"""What a decoder remembers between steps: keys and values, or the state of linear attention.
+"""Decoding caches: keys and values, or the state of linear attention.
 
-A cache is for inference: no gradient flows through it. `MixtureAttention.new_cache` makes the right one.
+A cache is for inference: no gradient flows through it. `MixtureAttention.new_cache` returns the right kind.
 
-B batch, H heads, M components, N positions so far, C room for positions, D width of a head, Dv width of a value.
+B batch, H heads, M components, N positions so far, C capacity in positions, D width of a head, Dv width of a value.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mgk.ops.linear import LinearState
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-SMALLEST = 16  # positions: below this, growing costs more than the room
+MIN_CAPACITY = 16  # positions: a smaller buffer would save less than growing it costs
 
 
 class KeyValueCache:
     """Keys (B,H,N,D), or (B,H,M,N,D) for projected mixtures, and values (B,H,N,Dv), for softmax, MGK and sMGK.
 
-    sMGK stores one key per position, whatever M: its shifts belong to the model. The room C doubles when it is full,
-    so that appending N positions copies O(N) numbers in all.
+    sMGK stores one key per position for every M, because its shifts are parameters. The capacity C doubles when it is
+    full, so appending N positions copies O(N) numbers in total.
     """
 
     def __init__(self, batch_size: int, capacity: int = 0) -> None:
@@ -36,16 +36,17 @@ class KeyValueCache:
     def append(
         self, key: Float[Tensor, "b h *m n d"], value: Float[Tensor, "b h n dv"]
     ) -> tuple[Float[Tensor, "b h *m nk d"], Float[Tensor, "b h nk dv"]]:
-        """Remember the new positions, and return all of them (views, valid until the next call)."""
+        """Add new positions, and return keys and values of all positions (views, valid until the next call)."""
         start, stop = self.length, self.length + key.shape[-2]
-        room = self._capacity if stop <= self._capacity else max(stop, 2 * self._capacity, SMALLEST)
-        self._key = _write(self._key, key, start, room)
-        self._value = _write(self._value, value, start, room)
-        self._capacity, self.length = room, stop
+        if stop > self._capacity:
+            self._capacity = max(stop, 2 * self._capacity, MIN_CAPACITY)
+        self._key = _write(self._key, key, start, self._capacity)
+        self._value = _write(self._value, value, start, self._capacity)
+        self.length = stop
         return self._key[..., :stop, :], self._value[..., :stop, :]
 
     def reorder(self, indices: Int[Tensor, " b"]) -> None:
-        """Row b becomes what row indices[b] was, as beam search asks for."""
+        """Replace row b by row indices[b], for beam search."""
         check_indices(indices, self.batch_size)
         self.batch_size = len(indices)
         if self._key is not None and self._value is not None:
@@ -53,24 +54,24 @@ class KeyValueCache:
 
     @property
     def bytes(self) -> int:
-        """Of the positions remembered, which is what a step reads; the room reserved may be twice that."""
+        """Bytes of the stored positions, which is what a step reads; the buffers may be twice as large."""
         held = [t[..., : self.length, :] for t in (self._key, self._value) if t is not None]
         return sum(t.numel() * t.element_size() for t in held)
 
 
 class StateCache:
-    """The sums of linear attention over the positions so far (`LinearState`), of one size whatever their number."""
+    """The sums of linear attention over the positions so far (`LinearState`); their size does not grow."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size, self.length = batch_size, 0
         self.state: LinearState | None = None
 
     def advance(self, state: LinearState, positions: int) -> None:
-        """Take the state after so many more positions."""
+        """Store the state after `positions` more positions."""
         self.state, self.length = state, self.length + positions
 
     def reorder(self, indices: Int[Tensor, " b"]) -> None:
-        """Row b becomes what row indices[b] was, as beam search asks for."""
+        """Replace row b by row indices[b], for beam search."""
         check_indices(indices, self.batch_size)
         self.batch_size = len(indices)
         if self.state is not None:
@@ -82,7 +83,7 @@ class StateCache:
 
 
 class StackCache:
-    """The caches of a model's layers, which grow together."""
+    """The caches of all layers of a model."""
 
     def __init__(self, layers: list[KeyValueCache | StateCache]) -> None:
         self.layers = layers
@@ -97,7 +98,7 @@ class StackCache:
         return self.layers[0].length
 
     def reorder(self, indices: Int[Tensor, " b"]) -> None:
-        """Row b becomes what row indices[b] was, as beam search asks for."""
+        """Replace row b by row indices[b], for beam search."""
         for layer in self.layers:
             layer.reorder(indices)
 
@@ -113,15 +114,15 @@ def check_indices(indices: object, batch_size: int) -> None:
         raise ValueError(f"indices: expected numbers in [0, {batch_size}), got {indices.tolist()}")
 
 
-def _write(buffer: Tensor | None, new: Tensor, start: int, room: int) -> Tensor:
-    """Put `new` (...,n,D) at position `start` of a buffer (...,room,D), moving to a larger one if need be."""
+def _write(buffer: Tensor | None, new: Tensor, start: int, capacity: int) -> Tensor:
+    """Write `new` (...,n,D) at position `start` of a buffer (...,C,D), which is replaced if it is too small."""
     new = new.detach()
     if buffer is None:
-        buffer = new.new_empty((*new.shape[:-2], room, new.shape[-1]))
+        buffer = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
     elif buffer.dtype != new.dtype:
-        raise TypeError(f"cache: expected the dtype of the positions before, {buffer.dtype}, got {new.dtype}")
-    elif buffer.shape[-2] < room:
-        larger = buffer.new_empty((*buffer.shape[:-2], room, buffer.shape[-1]))
+        raise TypeError(f"cache: expected the dtype of the cached positions, {buffer.dtype}, got {new.dtype}")
+    elif buffer.shape[-2] < capacity:
+        larger = buffer.new_empty((*buffer.shape[:-2], capacity, buffer.shape[-1]))
         larger[..., :start, :] = buffer[..., :start, :]
         buffer = larger
     check.check_shape("cache", new, "B,H,...,N,D", (*buffer.shape[:-2], *new.shape[-2:-1], buffer.shape[-1]))

@@ -1,17 +1,17 @@
-"""Tables of few symbols; positions: added to the embedding (sinusoidal), or a rotation of queries and keys (rotary).
+"""Token embeddings, and positions: added to the embedding (sinusoidal) or rotating queries and keys (rotary).
 
-Rotary positions and mixtures. A position i turns the two numbers of each plane of a head by an angle proportional to i,
-R_i. Queries and keys are turned, R_i q_i and R_j k_j, so that their product depends on j - i alone. With mixtures:
+Rotary positions with mixtures. The rotation R_i of position i turns each pair of entries of a head by an angle
+proportional to i. Queries and keys are rotated, R_i q_i and R_j k_j, so that their product depends on j - i only.
 
-- projected keys (MGK): every component key is turned, |R_i q_i - R_j k_jr|^2, and depends on j - i alone;
-- shifted keys (sMGK): the shift is added after the turn, |R_i q_i - R_j k_j - b_r|^2. That keeps the factors
-  u[i,r] = exp(R_i q_i.b_r / s2) and w[j,r] that make sMGK cost one product per pair (docs/math.md); turning k_j + b_r
-  would leave a term q_i.R_(j-i) b_r that belongs to the pair. But where b_r lies in a plane that turns, R_i q_i.b_r
-  depends on the position i itself. So b_r lives in the planes that do not turn, and only a part of a head turns: then
-  both hold, one product per pair and j - i alone. No other b_r will do: every R_i would have to leave it in place.
-- the linear family: phi is not linear, so phi(R_i q_i).phi(R_j k_j) is a function of i and j, with or without mixtures.
+- Projected keys (MGK): every component key is rotated, and |R_i q_i - R_j k_jr|^2 depends on j - i only.
+- Shifted keys (sMGK): the shift is added after the rotation, |R_i q_i - R_j k_j - b_r|^2. This keeps the factors
+  u[i,r] = exp(R_i q_i.b_r / s2) and w[j,r], by which sMGK needs one product per pair (docs/math.md). Rotating k_j + b_r
+  would leave a term q_i.R_(j-i) b_r for each pair. But if b_r has entries that are rotated, R_i q_i.b_r depends on the
+  position i itself. So only a part of a head is rotated, and b_r is zero there: then the cost stays one product per
+  pair, and the result depends on j - i only. No other b_r will do, because every R_i would have to leave it unchanged.
+- The linear family: phi is not linear, so phi(R_i q_i).phi(R_j k_j) depends on i and j, with or without mixtures.
 
-B batch, N positions, T tokens, V symbols, E width of the model, D width of a head.
+B batch, N positions, T tokens, V vocabulary, E width of the model, D width of a head.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mgk.nn.packing import sums_of
+from mgk.nn.packing import group_sums
 from mgk.ops import arguments as check
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 BASE = 10_000.0
-FEW = 64
+SMALL_VOCABULARY = 64
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding(vocabulary, width)`; the gradient of a table of few symbols needs no sorting of the tokens."""
+    """`nn.Embedding(vocabulary, width)`, with a faster gradient for a small vocabulary: it does not sort the tokens."""
 
     def forward(self, input: Int[Tensor, "*b"]) -> Float[Tensor, "*b e"]:
-        if self.num_embeddings > FEW or torch.compiler.is_compiling():  # which has a way of its own
+        if self.num_embeddings > SMALL_VOCABULARY or torch.compiler.is_compiling():
             return super().forward(input)
         return LookUp.apply(self.weight, input)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class LookUp(torch.autograd.Function):
-    """table[index] of V rows, where V is small."""
+    """table[index], for a table with few rows."""
 
     generate_vmap_rule = True
 
@@ -59,11 +59,11 @@ class LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return sums_of(grad.reshape(-1, grad.shape[-1]), index.reshape(-1), ctx.vocabulary), None
+        return group_sums(grad.reshape(-1, grad.shape[-1]), index.reshape(-1), ctx.vocabulary), None
 
 
 class SinusoidalPositions(nn.Module):
-    """[sin(i w), cos(i w)] with w = 10000^(-2a/E), a < E/2, as Vaswani et al. (2017) have it, the sines first."""
+    """[sin(i w), cos(i w)] with w = 10000^(-2a/E), a < E/2, as in Vaswani et al. (2017), with the sines first."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -77,17 +77,17 @@ class SinusoidalPositions(nn.Module):
 
 
 class Rotation(NamedTuple):
-    """Cosines, and sines with the sign of the half of a head that they multiply: both (B,N,D), or (1,N,D)."""
+    """Cosines, and sines with the sign of the half of the head that they multiply; both (B,N,D) or (1,N,D)."""
 
     cos: Tensor
     sin: Tensor
 
 
 class RotaryPositions(nn.Module):
-    """R_i for all positions of a batch, once for all layers.
+    """The rotations R_i of all positions of a batch, computed once for all layers.
 
-    Entry a of a head turns with entry a + D/2. Only the first `rotary_dim / 2` of these planes turn, with frequencies
-    10000^(-2a/rotary_dim); the others have the frequency 0, and cost what they would cost if they turned.
+    Entries a and a + D/2 of a head form a pair. The first `rotary_dim / 2` pairs are rotated with the frequencies
+    10000^(-2a/rotary_dim). The others have the frequency 0, which saves no time.
     """
 
     def __init__(self, head_dim: int, rotary_dim: int) -> None:
@@ -103,16 +103,16 @@ class RotaryPositions(nn.Module):
 
 
 def rotate(x: Float[Tensor, "b *h n d"], rotation: Rotation) -> Float[Tensor, "b *h n d"]:
-    """R_i x_i for every head, and component: x (B,H,N,D) or (B,H,M,N,D)."""
+    """Return R_i x_i for every head and component: x (B,H,N,D) or (B,H,M,N,D)."""
     heads = (1,) * (x.dim() - 3)
     cos, sin = (part.to(x.dtype).view(len(part), *heads, *part.shape[1:]) for part in rotation)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def still_part(shift: Float[Tensor, "h m s"], head_dim: int) -> Float[Tensor, "h m d"]:
-    """A shift of the planes that do not turn, (H,M,D - rotary_dim), as one of the whole head."""
-    turning = (head_dim - shift.shape[-1]) // 2
-    return nn.functional.pad(shift.view(*shift.shape[:2], 2, -1), (turning, 0)).flatten(-2)
+def pad_shift(shift: Float[Tensor, "h m s"], head_dim: int) -> Float[Tensor, "h m d"]:
+    """Pad a shift (H,M,D - rotary_dim) of the entries that are not rotated with zeros for those that are."""
+    rotated = (head_dim - shift.shape[-1]) // 2
+    return nn.functional.pad(shift.view(*shift.shape[:2], 2, -1), (rotated, 0)).flatten(-2)
 
 
 def check_rotary_dim(rotary_dim: object, head_dim: int) -> int:
@@ -126,7 +126,7 @@ def check_rotary_dim(rotary_dim: object, head_dim: int) -> int:
 
 
 def _angles(positions: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """i * 10000^(-a/count), in float32 at least: no buffer that a model in half precision would round."""
+    """Return i * 10000^(-a/count) in float32 or wider. It is not a buffer: half precision would round it."""
     wide = torch.promote_types(dtype, torch.float32)
     frequency = torch.exp(torch.arange(count, device=positions.device, dtype=wide) * (-math.log(BASE) / max(count, 1)))
     return positions[..., None] * frequency

@@ -1,6 +1,6 @@
-"""Tokens out of a language model: a softmax over the vocabulary, tied to the embedding, plain or adaptive.
+"""The output layer of a language model: a softmax over the vocabulary, tied to the embedding, plain or adaptive.
 
-T positions, E width of the model, V tokens, C clusters.
+T positions, E width of the model, V vocabulary, C clusters.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from mgk.nn.linear import cast
 from mgk.nn.packing import reorder
 from mgk.ops import arguments as check
 from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
+from mgk.ops.common import autocasts
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-IGNORE = -100  # a target that is not one, as in torch's cross-entropy
-MOST_LOGITS = 1 << 26  # held at once: 256 MB in float32
-FUSED_WIDTH = 256  # of the kernels
+IGNORE = -100  # a target that does not count, as in torch's cross-entropy
+MAX_LOGITS = 1 << 26  # in memory at once: 256 MB in float32
+FUSED_WIDTH = 256  # the widest model that the kernels support
 
 
 class TiedSoftmax(nn.Module):
     """log p(v) = log softmax(W h + bias)[v], where W (V,E) is the embedding, passed in.
 
     With cutoffs it is adaptive (Grave et al. 2017, all clusters of full width): tokens below the first cutoff share one
-    softmax with the clusters, and a token of cluster c has log p(c) + log p(v | c). The weights of the clusters' tails
-    are used only for the targets in them. How many these are is a number on the device: kernels look there, and can be
-    captured in a CUDA graph; PyTorch's own operators look on the host.
+    softmax with the clusters, and a token of cluster c has log p(c) + log p(v | c). The weights of a cluster are used
+    only for the targets in it. The number of these targets is known only on the device. Our kernels read it there, so
+    a CUDA graph can capture them; PyTorch's operators need it on the host.
 
     Args:
         vocabulary: V.
         width: E.
-        cutoffs: first tokens of the clusters, increasing; tokens are numbered by falling frequency. None: plain.
+        cutoffs: first tokens of the clusters, increasing; tokens are sorted by falling frequency. Empty: plain.
     """
 
     edges: Tensor
@@ -59,11 +59,11 @@ class TiedSoftmax(nn.Module):
 
     @property
     def capturable(self) -> bool:
-        """Whether `losses` on a GPU never waits for the device."""
+        """Whether a CUDA graph can capture `losses`: it does not synchronise with the host."""
         return self.cluster_weight is None or (HAS_TRITON and self.cluster_weight.shape[1] <= FUSED_WIDTH)
 
     def forward(self, hidden: Float[Tensor, "... e"], weight: Float[Tensor, "v e"]) -> Float[Tensor, "... v"]:
-        """Logits over the vocabulary in float32; those of an adaptive softmax are log-probabilities."""
+        """Return logits over the vocabulary in float32; those of an adaptive softmax are log-probabilities."""
         if self.cluster_weight is None:
             return linear(hidden, weight, self.bias).float()
         (head, head_bias), *tails = self._clusters(weight)
@@ -77,16 +77,18 @@ class TiedSoftmax(nn.Module):
     def losses(
         self, hidden: Float[Tensor, "t e"], weight: Float[Tensor, "v e"], target: Int[Tensor, " t"]
     ) -> Float[Tensor, " t"]:
-        """-log p(target) in float32, zero where the target is IGNORE, without all T x V logits in memory at once."""
-        if fused(hidden, adaptive=self.cluster_weight is not None, logits=len(hidden) * len(weight)):
+        """Return -log p(target) in float32, zero where the target is IGNORE.
+
+        The T x V logits are never in memory all at once.
+        """
+        if is_fused(hidden, adaptive=self.cluster_weight is not None, logits=len(hidden) * len(weight)):
             return self._fused_losses(hidden, weight, target)
         if self.cluster_weight is None:
             return _losses(hidden, weight, self.bias, target)
         (head, head_bias), *tails = self._clusters(weight)
-        cluster = torch.bucketize(target.contiguous(), self.edges, right=True)  # 0 is the head, and IGNORE too
-        first = torch.where(cluster > 0, cluster + (self.sizes[0] - 1), target)
+        cluster, first = self._head_targets(target)
         losses = _losses(hidden, head, head_bias, first)
-        # One look at the numbers, and then every token goes to its cluster.
+        # One synchronisation with the host, then every token goes to its cluster.
         counts = torch.bincount(cluster, minlength=len(self.sizes)).tolist()
         members = torch.split(cluster.argsort(stable=True), counts)[1:]
         start = self.sizes[0]
@@ -98,16 +100,16 @@ class TiedSoftmax(nn.Module):
         return losses
 
     def _fused_losses(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        from mgk.ops.triton.cross_entropy import linear_cross_entropy  # not loaded before it is needed
+        from mgk.ops.triton.cross_entropy import linear_cross_entropy  # imported only where it is used
 
-        hidden, weight = cast(hidden, weight)
+        if autocasts(hidden):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
         if self.cluster_weight is None:
             return linear_cross_entropy(hidden, weight, self.bias, target)
         (head, head_bias), *tails = self._clusters(weight)
-        cluster = torch.bucketize(target.contiguous(), self.edges, right=True)  # 0 is the head, and IGNORE too
-        losses = linear_cross_entropy(
-            hidden, head, head_bias, torch.where(cluster > 0, cluster + (self.sizes[0] - 1), target)
-        )
+        cluster, first = self._head_targets(target)
+        losses = linear_cross_entropy(hidden, head, head_bias, first)
         order = cluster.argsort(stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         ends = (cluster[:, None] <= torch.arange(len(self.sizes), device=cluster.device)).sum(0).int()
@@ -118,9 +120,17 @@ class TiedSoftmax(nn.Module):
             start += len(tail)
         return losses + reorder(within, place, order)
 
+    def _head_targets(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cluster of each target (0 is the head, also for IGNORE), and the target in the head's softmax."""
+        cluster = torch.bucketize(target.contiguous(), self.edges, right=True)
+        return cluster, torch.where(cluster > 0, cluster + (self.sizes[0] - 1), target)
+
     def _clusters(self, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Weights and biases: the head with the clusters, then each tail. One split has one backward over V rows."""
-        assert self.cluster_weight is not None  # the caller has looked
+        """Return weights and biases of the head with the clusters, then of each tail.
+
+        One split instead of several slices has one backward pass over V rows.
+        """
+        assert self.cluster_weight is not None
         assert self.cluster_bias is not None
         weights, biases = list(torch.split(weight, self.sizes)), list(torch.split(self.bias, self.sizes))
         weights[0] = torch.cat((weights[0], self.cluster_weight.to(weight.dtype)))
@@ -128,14 +138,14 @@ class TiedSoftmax(nn.Module):
         return list(zip(weights, biases, strict=True))
 
 
-def fused(hidden: Tensor, *, adaptive: bool, logits: int) -> bool:
-    """Whether a kernel takes the losses without their logits: of many, or where their number is not known."""
+def is_fused(hidden: Tensor, *, adaptive: bool, logits: int) -> bool:
+    """Whether a kernel computes the losses without storing logits: if there are many, or for an adaptive softmax."""
     fits = hidden.is_cuda and HAS_TRITON and hidden.dtype in TRITON_DTYPES and hidden.shape[1] <= FUSED_WIDTH
-    return fits and (adaptive or logits > MOST_LOGITS)
+    return fits and (adaptive or logits > MAX_LOGITS)
 
 
 def _losses(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-    rows = max(1, MOST_LOGITS // len(weight))
+    rows = max(1, MAX_LOGITS // len(weight))
     if len(hidden) <= rows:
         return _token_losses(hidden, weight, bias, target)
     parts = [

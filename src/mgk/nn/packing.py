@@ -1,4 +1,4 @@
-"""Batches without their padding: what is done to each token by itself need not be done to padding.
+"""Packed batches: the tokens of all sequences in one tensor without padding, so that layers do not compute padding.
 
 B batch, N positions of a row, T rows of a packed tensor, E width.
 """
@@ -18,64 +18,71 @@ from mgk.ops.common import without_autocast
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-PARTS = 128  # that a sum is done in, side by side
+MAX_PARTS = 128  # of a sum that is computed in parallel
 
 
 class Packing:
-    """Where the tokens of a mask (B,N) are in a tensor (T,E) that has them one after the other, and back.
+    """Maps the tokens of a padded batch with `mask` (B,N) to the rows of a packed tensor (T,E), and back.
 
-    T is at least the number of tokens: what stands behind them means nothing and gets no gradient. The shapes do not
-    depend on the mask and nothing is read on the host, so that a CUDA graph can hold it.
+    T is at least the number of tokens. The values of spare rows behind the tokens are undefined, and they get no
+    gradient. Shapes do not depend on the mask and nothing is read on the host, so a CUDA graph can capture it.
+
+    Args:
+        mask: (B,N), True for tokens.
+        size: T.
     """
 
     def __init__(self, mask: Bool[Tensor, "b n"], size: int) -> None:
-        self.mask, self.shape = mask, mask.shape
+        self.mask, self.shape, self.max_seqlen = mask, mask.shape, mask.shape[1]
         real = mask.flatten()
-        place, order = real_first(real)
-        self.rows = order[:size]
-        self.hidden = ~real
-        # Padding reads any row. A token that has no row is out of range, which the gather says aloud.
-        self.place = place.masked_fill(self.hidden, 0)
+        row, order = real_first(real)
+        self.position = order[:size]  # of each row in the flattened padded batch, (T,)
+        self.padding = ~real
+        # The row of each position, (B*N,). Padding reads any row. A token without a row makes the gather fail.
+        self.row = row.masked_fill(self.padding, 0)
 
     @cached_property
-    def ends(self) -> Int[Tensor, " b+1"]:
-        """Where each sequence begins among the rows, and the last one ends."""
+    def cu_seqlens(self) -> Int[Tensor, " b+1"]:
+        """The first row of each sequence, and the end of the last one."""
         return pad(self.mask.sum(1).cumsum(0), (1, 0)).int()
 
     @cached_property
     def spare(self) -> Bool[Tensor, " t"]:
-        """The rows behind the tokens."""
-        return self.hidden[self.rows]
+        """True for the rows behind the tokens."""
+        return torch.arange(len(self.position), device=self.mask.device) >= self.cu_seqlens[-1]
 
     def pack(self, x: Float[Tensor, "b n e"]) -> Float[Tensor, "t e"]:
-        return reorder(x.flatten(0, 1), self.rows, self.place, self.hidden)
+        return reorder(x.flatten(0, 1), self.position, self.row, self.padding)
 
     def unpack(self, x: Float[Tensor, "t e"]) -> Float[Tensor, "b n e"]:
-        """What comes out where the mask is False means nothing, and must get no gradient."""
-        return reorder(x, self.place, self.rows).unflatten(0, self.shape)  # type: ignore[no-untyped-call, no-any-return]
+        """Return the padded tensor. Its values at padding are undefined, and their gradient must be zero."""
+        return reorder(x, self.row, self.position).unflatten(0, self.shape)  # type: ignore[no-untyped-call, no-any-return]
 
     def sum(self, x: Float[Tensor, "t e"]) -> Float[Tensor, "b e"]:
-        """Over the tokens of each sequence."""
+        """Return the sum over the tokens of each sequence."""
         batch, length = self.shape
-        if batch > x.shape[1]:  # more zeros and ones than numbers
+        if batch > x.shape[1]:  # `group_sums` would build a matrix larger than x
             return self.unpack(x).masked_fill(~self.mask[..., None], 0).sum(1)
-        return sums_of(x, (self.rows // length).masked_fill(self.spare, batch), batch)
+        return group_sums(x, (self.position // length).masked_fill(self.spare, batch), batch)
 
 
 def real_first(real: Bool[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """The permutation that puts those that are True first, both in their order: where each goes, and which comes."""
-    here, count = torch.arange(len(real), device=real.device), real.cumsum(0)
-    place = torch.where(real, count - 1, count[-1:] + here - count)
-    return place, torch.empty_like(place).scatter_(0, place, here)
+    """Return the stable permutation that moves the True entries to the front, and its inverse.
 
-
-def sums_of(x: Float[Tensor, "t e"], group: Int[Tensor, " t"], count: int) -> Float[Tensor, "c e"]:
-    """The sum of the rows of each of the groups 0 to C - 1, for a small C; rows of other groups are left out.
-
-    It is a product with zeros and ones, in parts that keep a GPU busy. To scatter would be to sort there, or to add up
-    in an order that changes.
+    The first tensor has the new place of each entry, the second has the entry at each new place.
     """
-    parts = math.gcd(len(x), PARTS)
+    index, count = torch.arange(len(real), device=real.device), real.cumsum(0)
+    place = torch.where(real, count - 1, count[-1:] + index - count)
+    return place, torch.empty_like(place).scatter_(0, place, index)
+
+
+def group_sums(x: Float[Tensor, "t e"], group: Int[Tensor, " t"], count: int) -> Float[Tensor, "c e"]:
+    """Return the sums of the rows of the groups 0 to C - 1, for a small C; rows with another group are left out.
+
+    It is a product with a matrix of zeros and ones, in parts that keep a GPU busy. A scatter would sort the rows, or
+    add them in an order that changes from run to run.
+    """
+    parts = math.gcd(len(x), MAX_PARTS)
     member = group.view(parts, 1, -1) == torch.arange(count, device=x.device)[:, None]  # (parts, C, T / parts)
     with without_autocast(x):
         return (member.to(x.dtype) @ x.reshape(parts, -1, x.shape[1])).sum(0)
@@ -84,9 +91,10 @@ def sums_of(x: Float[Tensor, "t e"], group: Int[Tensor, " t"], count: int) -> Fl
 def reorder(
     x: Float[Tensor, "n ..."], index: Int[Tensor, " t"], inverse: Int[Tensor, " n"], hidden: Tensor | None = None
 ) -> Float[Tensor, "t ..."]:
-    """x[index]; its gradient is one more gather, by `inverse`, where autograd would scatter with atomics.
+    """Return x[index]. Its backward is a gather by `inverse`, where autograd would scatter with atomics.
 
-    No row of x is read twice but by those whose gradient is zero. Rows of x that are `hidden` were not read.
+    A row of x may be read more than once only if all but one of these outputs get a zero gradient. Rows of x where
+    `hidden` is True must not be read; their gradient is zero.
     """
     return Reorder.apply(x, index, inverse, hidden)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -1,4 +1,4 @@
-"""Mixture keys in a model that somebody else wrote with `torch.nn`."""
+"""Replace the attention of models built with `torch.nn` by attention with mixture keys."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import Tensor, nn
 
 from mgk.nn.attention import MixtureAttention
 from mgk.ops import arguments as check
+from mgk.variants import LINEAR
 
 T = TypeVar("T", bound=nn.Module)
 
 
 class SequenceFirstAttention(MixtureAttention):
-    """`MixtureAttention` for inputs (N,B,E), as `nn.MultiheadAttention` has them with `batch_first=False`."""
+    """`MixtureAttention` for inputs (N,B,E), like `nn.MultiheadAttention` with `batch_first=False`."""
 
     batch_first = False
 
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if not isinstance(query, Tensor) or query.dim() != 3:  # no batch, or an error
+        if not isinstance(query, Tensor) or query.dim() != 3:  # without a batch dimension, or an error
             return super().forward(query, key, value, *args, **kwargs)
         first = query.transpose(0, 1)
         second, third = (
@@ -35,20 +36,20 @@ class SequenceFirstAttention(MixtureAttention):
 def replace_attention(
     model: T, *, variant: str = "smgk", num_heads: int | None = None, **options: Any
 ) -> T | MixtureAttention:
-    """Put `MixtureAttention` in the place of every `nn.MultiheadAttention`, also of those in PyTorch's own layers.
+    """Replace every `nn.MultiheadAttention` by `MixtureAttention`, also in PyTorch's own layers.
 
     >>> model = mgk.nn.replace_attention(nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 8, batch_first=True), 6))
 
-    The new modules have initial values of their own and are to be trained, but for `variant="softmax"` with all heads,
-    which takes the old ones over. They return no attention weights unless called with `need_weights=True`, and of masks
-    they take `key_padding_mask` and the causal one.
+    The new modules are initialised and must be trained. The exception is `variant="softmax"` with the same number of
+    heads, which copies the old weights. The new modules return attention weights only if called with
+    `need_weights=True`, and accept only `key_padding_mask` and the causal mask.
 
     Args:
-        model: changed in place, and returned; an `nn.MultiheadAttention` itself gives the new module.
+        model: changed in place, and returned. For an `nn.MultiheadAttention` the new module is returned.
         variant: of `MixtureAttention`.
-        num_heads: heads of the new modules, each of the width it had; None is all for "softmax" and "linear", else
-            half as many.
-        options: others of `MixtureAttention`, e.g. num_components=3, prior="em", e_step="hard".
+        num_heads: number of heads of the new modules; the width of a head stays. None keeps the number for "softmax"
+            and "linear", and halves it for the others.
+        options: further options of `MixtureAttention`, e.g. num_components=3, prior="em", e_step="hard".
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {check.describe(model)}")
@@ -57,18 +58,18 @@ def replace_attention(
     found = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in parent._modules.items()  # named_children leaves out the second name of one
+        for name, child in parent._modules.items()  # named_children skips a module's second name
         if isinstance(child, nn.MultiheadAttention)
     ]
     if not found:
         raise ValueError(f"model: expected a module with nn.MultiheadAttention in it, got {type(model).__name__}")
-    made: dict[nn.MultiheadAttention, MixtureAttention] = {}  # one that is used twice stays one
+    made: dict[nn.MultiheadAttention, MixtureAttention] = {}  # a module that is used twice is replaced once
     for parent, name, child in found:
         if child not in made:
             made[child] = _replacement(child, variant, num_heads, options)
         setattr(parent, name, made[child])
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):  # its fused path knows softmax alone
+        if isinstance(module, nn.TransformerEncoder):  # its fused path computes softmax attention only
             module.enable_nested_tensor = module.use_nested_tensor = False
     return model
 
@@ -80,11 +81,10 @@ def _replacement(
         raise ValueError("model: expected nn.MultiheadAttention without add_bias_kv and add_zero_attn, got one with it")
     if num_heads is None:
         num_heads = old.num_heads if variant in ("softmax", "linear") else max(1, old.num_heads // 2)
-    linear = variant in ("linear", "mlk", "smlk")
     given: dict[str, Any] = {
         "variant": variant,
         "head_dim": old.head_dim,
-        "dropout": 0.0 if linear else old.dropout,  # the linear family has no weights to drop
+        "dropout": 0.0 if variant in LINEAR else old.dropout,  # the linear family has no weights to drop
         "bias": old.in_proj_bias is not None,
         "kdim": old.kdim,
         "vdim": old.vdim,
@@ -94,12 +94,12 @@ def _replacement(
     kind = MixtureAttention if old.batch_first else SequenceFirstAttention
     new = kind(old.embed_dim, num_heads, **(given | options)).train(old.training)
     if variant == "softmax" and num_heads == old.num_heads:
-        _take_over(old, new)
+        _copy_weights(old, new)
     return new
 
 
 @torch.no_grad()
-def _take_over(old: nn.MultiheadAttention, new: MixtureAttention) -> None:
+def _copy_weights(old: nn.MultiheadAttention, new: MixtureAttention) -> None:
     separate = (old.q_proj_weight, old.k_proj_weight, old.v_proj_weight)
     weights = old.in_proj_weight.chunk(3) if old.in_proj_weight is not None else separate
     biases = (None,) * 3 if old.in_proj_bias is None else old.in_proj_bias.chunk(3)

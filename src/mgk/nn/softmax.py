@@ -1,9 +1,9 @@
-"""The softmax baseline in memory linear in N.
+"""The softmax baseline, with memory linear in N.
 
-A padded batch on a GPU is packed: its real tokens move to the front, sequence after sequence, and the flash kernel for
-sequences of different lengths does them alone. It is softmax attention of the same numbers, without the padding's share
-of the work, which on bytes of reviews is 5/6, and without the mask that keeps SDPA off its fast kernels. All shapes are
-those of the padded batch and nothing is read on the host, so that a CUDA graph can hold it.
+A padded batch on a GPU is packed: its tokens are moved to the front, and FlashAttention's kernel for sequences of
+different lengths computes them alone. The result is that of softmax attention with a mask, without the work for the
+padding (5/6 of all work on bytes of reviews) and without the mask, which would keep SDPA from its fast kernels. All
+shapes are those of the padded batch and nothing is read on the host, so a CUDA graph can capture it.
 
 B batch, H heads, N positions (Nq queries, Nk keys), T rows of a packed batch, D width of a head, Dv width of a value.
 """
@@ -38,12 +38,12 @@ def softmax_attention(
     impl: str,
     query_mask: Bool[Tensor, "b nq"] | None = None,
 ) -> Float[Tensor, "b h nq dv"]:
-    """PyTorch's scaled dot-product attention, wherever that needs no Nq x Nk mask or weights in memory.
+    """PyTorch's scaled dot-product attention, wherever it needs no Nq x Nk mask or weights in memory.
 
-    It does need them for causal attention that is padded or not square, and on a CPU for dropout: there `impl` computes
-    softmax attention as MGK with one component. `is_causal` is lower-right aligned, as everywhere in mgk.
+    It needs them for causal attention that is padded or not square, and on a CPU for dropout. In these cases `impl`
+    computes softmax attention as MGK with one component. `is_causal` is lower-right aligned, as everywhere in mgk.
 
-    What comes out where `query_mask` is False means nothing. If it is `key_mask` itself, padding need not be computed.
+    The output is undefined where `query_mask` is False. If it is the same object as `key_mask`, padding is skipped.
     """
     if key_mask is not None and query_mask is key_mask and can_be_packed(query, value):
         return packed_attention(query, key, value, key_mask, is_causal=is_causal, dropout_p=dropout_p)
@@ -65,7 +65,7 @@ def softmax_attention(
 
 
 def can_be_packed(query: Tensor, value: Tensor) -> bool:
-    """Whether the flash kernel takes them."""
+    """Whether the flash kernel supports the device, the dtype and the widths."""
     width = query.shape[-1]
     fits = width == value.shape[-1] and width % 8 == 0 and width <= FLASH_WIDTH
     return fits and query.is_cuda and torch.version.hip is None and query.dtype in (torch.bfloat16, torch.float16)
@@ -80,18 +80,18 @@ def packed_attention(
     is_causal: bool,
     dropout_p: float,
 ) -> Float[Tensor, "b h n d"]:
-    """Self-attention of the tokens where `mask` is True, wherever in a row they are; zero at the others."""
+    """Self-attention of the tokens where `mask` is True, at any place in a row; zero at the others."""
     packing = Packing(mask, mask.numel())
     q, k, v = (pack_heads(x, packing) for x in (query, key, value))
     output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p)
-    return spread_heads(output, packing).masked_fill(~mask[:, None, :, None], 0)
+    return unpack_heads(output, packing).masked_fill(~mask[:, None, :, None], 0)
 
 
 def pack_heads(x: Float[Tensor, "b h n d"], packing: Packing) -> Float[Tensor, "t h d"]:
     return packing.pack(x.transpose(1, 2).flatten(2)).unflatten(1, (x.shape[1], x.shape[3]))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def spread_heads(x: Float[Tensor, "t h d"], packing: Packing) -> Float[Tensor, "b h n d"]:
+def unpack_heads(x: Float[Tensor, "t h d"], packing: Packing) -> Float[Tensor, "b h n d"]:
     return packing.unpack(x.flatten(1)).unflatten(2, x.shape[1:]).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -104,33 +104,25 @@ def row_attention(
     is_causal: bool,
     dropout_p: float,
 ) -> Float[Tensor, "t h d"]:
-    """Self-attention of a packed batch; zero behind its tokens."""
-    # What the kernel does not write is not defined, in its gradients too.
-    q, k, v = (NoGradientBehind.apply(x, packing) for x in (query, key, value))  # type: ignore[no-untyped-call]
-    return clear(flash(q, k, v, packing.ends, packing.shape[1], is_causal, dropout_p), packing)
+    """Self-attention of a packed batch, with zeros in the spare rows."""
+    # The kernel leaves spare rows unwritten, in its output and in its gradients.
+    q, k, v = (ClearGradient.apply(x, packing.spare) for x in (query, key, value))  # type: ignore[no-untyped-call]
+    output = flash(q, k, v, packing.cu_seqlens, packing.max_seqlen, is_causal, dropout_p)
+    return output.masked_fill(packing.spare[:, None, None], 0)
 
 
-class NoGradientBehind(torch.autograd.Function):
-    """x; its gradient, which must be nobody else's, becomes zero behind the tokens."""
+class ClearGradient(torch.autograd.Function):
+    """The identity; its backward sets the gradient of the spare rows to zero."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packing: Packing) -> Tensor:
-        ctx.packing = packing
+    def forward(ctx: Any, x: Float[Tensor, "t h d"], spare: Bool[Tensor, " t"]) -> Tensor:
+        ctx.save_for_backward(spare)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return clear(grad, ctx.packing), None
-
-
-def clear(x: Float[Tensor, "t h d"], packing: Packing) -> Float[Tensor, "t h d"]:
-    """Zeros behind the tokens: on a GPU in place, where nobody has read anything, and so past autograd."""
-    if not (api.small_kernels(x) and x.is_contiguous()):
-        return x.masked_fill(packing.spare[:, None, None], 0)
-    from mgk.ops.triton.rows import clear_rows  # not loaded before it is needed
-
-    clear_rows(x, packing.ends[-1:])
-    return x
+        (spare,) = ctx.saved_tensors
+        return grad.masked_fill(spare[:, None, None], 0), None
 
 
 def packed_softmax_attention(
@@ -143,12 +135,12 @@ def packed_softmax_attention(
     dropout_p: float,
     impl: str,
 ) -> Float[Tensor, "1 h t d"]:
-    """`softmax_attention` of a packed batch, which on a GPU is never spread out."""
+    """`softmax_attention` of a packed batch; the flash kernel needs no padding."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if can_be_packed(query, value):
         output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p)
         return output.transpose(0, 1)[None]
-    q, k, v = (spread_heads(x, packing) for x in (q, k, v))
+    q, k, v = (unpack_heads(x, packing) for x in (q, k, v))
     mask = packing.mask
     output = softmax_attention(
         q, k, v, is_causal=is_causal, key_mask=mask, dropout_p=dropout_p, impl=impl, query_mask=mask
@@ -160,17 +152,17 @@ def flash(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "t h d"],
     value: Float[Tensor, "t h d"],
-    ends: Int[Tensor, " b+1"],
-    longest: int,
+    cu_seqlens: Int[Tensor, " b+1"],
+    max_seqlen: int,
     is_causal: bool,
     dropout_p: float,
 ) -> Float[Tensor, "t h d"]:
-    """Attention within the rows ends[b] to ends[b+1] for each b; other rows are not written.
+    """Attention within the rows cu_seqlens[b] to cu_seqlens[b+1] for each b; other rows are not written.
 
-    PyTorch calls this operator for nested tensors. Its public face for packed rows (`varlen_attn`) has no dropout.
+    PyTorch calls this operator for nested tensors. The public function for packed rows (`varlen_attn`) has no dropout.
     """
     return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
-        query, key, value, ends, ends, longest, longest, dropout_p, is_causal, False
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, is_causal, False
     )[0]
 
 
@@ -181,7 +173,7 @@ def softmax_weights(
     is_causal: bool,
     key_mask: Bool[Tensor, "b nk"] | None,
 ) -> Float[Tensor, "b h nq nk"]:
-    """The dense weights, for looking at."""
+    """Return the dense weights (B,H,Nq,Nk), for inspection."""
     visible = reference.visible_pairs(query, key.shape[2], is_causal, None)
     with without_autocast(query):
         weights = reference.attention_weights(*as_mixture(query, key, key_mask), "soft", visible)
@@ -189,11 +181,11 @@ def softmax_weights(
 
 
 def as_mixture(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Softmax attention as MGK with one component, s2 = sqrt(D) and the prior exp(|k_j|^2 / 2 s2) (Eqns 5 and 6).
+    """Write softmax attention as MGK with one component, s2 = sqrt(D) and the prior exp(|k_j|^2 / 2 s2) (Eqns 5 and 6).
 
     Then l[i,j] = q_i.k_j / sqrt(D) - |q_i|^2 / 2 s2, and the last term cancels. The prior differs from sample to
-    sample, so each sample's heads become heads of their own: query (1,B*H,Nq,D), key (1,B*H,1,Nk,D), prior (B*H,1,Nk).
-    Keys that are not numbers make it one that a caller's prior may not be: what takes it checks nothing.
+    sample, so the samples become heads: query (1,B*H,Nq,D), key (1,B*H,1,Nk,D), prior (B*H,1,Nk). A NaN in a key gives
+    a prior that the public functions would reject, so the caller uses an implementation that does not check it.
     """
     variance = math.sqrt(key.shape[-1])
     log_prior = key.to(compute_dtype(key.dtype)).square().sum(-1) / (2 * variance)

@@ -343,11 +343,3 @@ def _options(
 
 def _component_keys(key: Tensor, shift: Tensor | None) -> Tensor:
     return key if shift is None else shifted_keys(key, shift)
-
-
-def small_kernels(x: Tensor) -> bool:
-    return False
-
-
-def takes_layer(*_: object) -> bool:
-    return False

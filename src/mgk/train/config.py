@@ -10,15 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mgk.models.config import ClassifierConfig, LanguageModelConfig, MatcherConfig, ModelConfig, VisionConfig
+from mgk.models import MODELS as MODELS
+from mgk.models import ModelConfig
 from mgk.ops import arguments as check
 
-MODELS: dict[str, type] = {
-    "classifier": ClassifierConfig,
-    "matcher": MatcherConfig,
-    "language": LanguageModelConfig,
-    "vision": VisionConfig,
-}
 T = TypeVar("T")
 
 
