@@ -77,7 +77,7 @@ def prepare_and_kill(root: Path, letter: str, moments: int) -> list[str]:
 
 
 def test_a_killed_preparation_leaves_no_set_or_the_previous_one(tmp_path: Path) -> None:
-    """Three arrays, a manifest, a rename. A set is set aside before it is replaced; the next preparation restores it."""
+    """Three arrays, a manifest, a rename. A set is renamed before it is replaced; the next preparation restores it."""
     root = tmp_path / "root"
     assert prepare_and_kill(root, "a", 6) == ["9 missing"] * 5 + ["0 a"]
     assert sorted(path.name for path in root.iterdir()) == [".enwik8.lock", "enwik8"]

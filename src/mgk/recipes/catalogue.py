@@ -88,7 +88,7 @@ def wikitext2() -> Config:
 
 
 def enwiki() -> Config:
-    """Long Wikipedia articles: the model of wikitext103, if WikiText-103 is not available; scores are not comparable."""
+    """Long Wikipedia articles: the model of wikitext103, if WikiText-103 is not available; not comparable."""
     return replace(wikitext103(), recipe="enwiki", data__name="enwiki", steps=100_000)
 
 
