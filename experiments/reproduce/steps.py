@@ -57,7 +57,7 @@ def seconds_per_step(config: Config, data_root: Path | None = None) -> float:
     fabric = launch(config)
     on_gpu = fabric.device.type == "cuda"
     source, learner = Source(config, data_root, pin=on_gpu), Learner(fabric, config)
-    batches = [source.training_batch(step) for step in range(BATCHES)]
+    batches = [source.batches[step] for step in range(BATCHES)]
 
     def rounds(first: int, count: int) -> float:
         began = time.perf_counter()

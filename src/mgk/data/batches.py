@@ -25,7 +25,30 @@ from mgk.ops.arguments import check_count, check_flag, describe
 BUCKET_BATCHES = 50  # examples are sorted by length within this many batches: similar lengths, yet random batches
 
 
-class Batches:
+class _Plan:
+    """The arguments that `Batches` and `Evaluation` share."""
+
+    def __init__(
+        self, split: AnySplit, batch_size: int, max_length: int | None, pad_multiple: int, rank: int, world: int
+    ) -> None:
+        self.split, self.batch_size = split, check_count("batch_size", batch_size)
+        self.pad_multiple, self.world = check_count("pad_multiple", pad_multiple), check_count("world", world)
+        if not 0 <= rank < world:
+            raise ValueError(f"rank: expected 0 to {world - 1} for world = {world}, got {describe(rank)}")
+        self.rank, self.max_length = rank, max_length
+        if max_length is not None:
+            check_count("max_length", max_length)
+        elif isinstance(split, Stream):
+            raise ValueError("max_length: expected the number of tokens of a window of the text, got None")
+        self.window = max_length or 0  # of a stream
+
+    def _padded(self, lengths: Array) -> int:
+        """Length to which rows of these lengths are padded or cut."""
+        length = -(-max(1, int(lengths.max())) // self.pad_multiple) * self.pad_multiple
+        return length if self.max_length is None else min(length, self.max_length)
+
+
+class Batches(_Plan):
     """Training batches: `batches[step]` for any step >= 0, independent of earlier accesses.
 
     With `bucket`, examples of similar length share a batch. Rows are padded to the longest of the batch, rounded up to
@@ -49,10 +72,8 @@ class Batches:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self.split, self.batch_size, self.seed = split, check_count("batch_size", batch_size), seed
-        self.bucket = check_flag("bucket", bucket)
-        self.max_length, self.pad_multiple = max_length, check_count("pad_multiple", pad_multiple)
-        self.rank, self.world = _check_rank(rank, world), world
+        super().__init__(split, batch_size, max_length, pad_multiple, rank, world)
+        self.seed, self.bucket = seed, check_flag("bucket", bucket)
         self.options = {"pack": check_count("pack", pack)} if pack else {}
         if pack and not isinstance(split, Sequences | Pairs):
             raise ValueError(f"pack: expected 0 for {type(split).__name__.lower()}, which have no padding, got {pack}")
@@ -62,17 +83,15 @@ class Batches:
             raise ValueError(f"seed: expected at least 0, got {seed}")
         if isinstance(split, Stream):
             self.track = (len(split) - 1) // batch_size
-            self.windows = self.track // _check_context(max_length)
+            self.windows = self.track // self.window
             if self.windows < 1:
+                most = (len(split) - 1) // self.window
                 raise ValueError(
-                    f"batch_size: expected at most the {(len(split) - 1) // _check_context(max_length)} windows of "
-                    f"{max_length} tokens that the text has, got {batch_size}"
+                    f"batch_size: expected at most the {most} windows of {max_length} tokens in the text, got {batch_size}"
                 )
+        elif len(split) == 0:
+            raise ValueError("split: expected at least one example, got none")
         else:
-            if max_length is not None:
-                check_count("max_length", max_length)
-            if len(split) == 0:
-                raise ValueError("split: expected at least one example, got none")
             self.lengths = split.lengths
         self._orders: dict[int, Array] = {}  # orders of the last two epochs
 
@@ -85,12 +104,10 @@ class Batches:
             raise ValueError(f"step: expected at least 0, got {step}")
         mine = slice(*(self.batch_size // self.world * r for r in (self.rank, self.rank + 1)))
         if isinstance(self.split, Stream):
-            length = _check_context(self.max_length)
-            starts = np.arange(self.batch_size) * self.track + step % self.windows * length
-            return self.split.batch(starts[mine], length)
+            starts = np.arange(self.batch_size) * self.track + step % self.windows * self.window
+            return self.split.batch(starts[mine], self.window)
         rows = self.rows(step)
-        length = _row_length(self.lengths[rows], self.max_length, self.pad_multiple)
-        return self.split.batch(rows[mine], length, **self.options)
+        return self.split.batch(rows[mine], self._padded(self.lengths[rows]), **self.options)
 
     def rows(self, step: int) -> Array:
         """(B,), the examples of a step over all processes."""
@@ -121,7 +138,7 @@ class Batches:
         return order
 
 
-class Evaluation:
+class Evaluation(_Plan):
     """Evaluation batches: every example of a split once, in order of length.
 
     All processes get the same number of batches, and none is empty: if fewer examples than processes are left at the
@@ -140,13 +157,10 @@ class Evaluation:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self.split, self.batch_size = split, check_count("batch_size", batch_size)
-        self.max_length, self.pad_multiple = max_length, check_count("pad_multiple", pad_multiple)
-        self.rank, self.world = _check_rank(rank, world), world
+        super().__init__(split, batch_size, max_length, pad_multiple, rank, world)
         if isinstance(split, Stream):
-            context = _check_context(max_length)
-            starts = np.arange(0, len(split) - context, context)
-            self.lengths, self.items = np.full(len(starts), context), starts
+            self.items = np.arange(0, len(split) - self.window, self.window)
+            self.lengths = np.full(len(self.items), self.window)
         else:
             self.lengths, self.items = split.lengths, np.arange(len(split))
         if batch_size < world:
@@ -173,8 +187,8 @@ class Evaluation:
             raise IndexError(f"step: expected 0 to {self.count - 1}, got {step}")
         stop = (step + 1) * self.batch_size if step < self.count - 1 else len(self.order)
         rows = self.order[step * self.batch_size : stop]
-        length = _row_length(self.lengths[rows], self.max_length, self.pad_multiple)
-        return self.split.batch(self.items[np.array_split(rows, self.world)[self.rank]], length)
+        mine = np.array_split(rows, self.world)[self.rank]
+        return self.split.batch(self.items[mine], self._padded(self.lengths[rows]))
 
 
 evaluation = Evaluation  # for use as a function: `for batch in evaluation(split, 32)`
@@ -222,22 +236,3 @@ def _end_with_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
         pass
     os._exit(0)
-
-
-def _row_length(lengths: Array, max_length: int | None, pad_multiple: int) -> int:
-    longest = max(1, int(lengths.max()))
-    padded = -(-longest // pad_multiple) * pad_multiple
-    return padded if max_length is None else min(padded, max_length)
-
-
-def _check_rank(rank: int, world: int) -> int:
-    check_count("world", world)
-    if not 0 <= rank < world:
-        raise ValueError(f"rank: expected 0 to {world - 1} for world = {world}, got {describe(rank)}")
-    return rank
-
-
-def _check_context(max_length: int | None) -> int:
-    if max_length is None:
-        raise ValueError("max_length: expected the number of tokens of a window of the text, got None")
-    return check_count("max_length", max_length)

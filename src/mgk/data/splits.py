@@ -31,6 +31,16 @@ class Split:
         for name, value in state.items():
             object.__setattr__(self, name, value.open() if isinstance(value, _Mapped) else value)
 
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays to store, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+    @classmethod
+    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
+        """Build a split from its arrays and, for the other fields, the facts in the manifest."""
+        return cls(**arrays, **{each.name: facts[each.name] for each in fields(cls) if each.name not in arrays})
+
 
 @dataclass(frozen=True)
 class _Mapped:
@@ -107,13 +117,6 @@ class Sequences(Documents):
     def select(self, indices: Array) -> Sequences:
         return Sequences(*self.rows(indices), shift=self.shift, labels=self.labels[indices])
 
-    def arrays(self) -> dict[str, Array]:
-        return {"tokens": self.tokens, "offsets": self.offsets, "labels": self.labels}
-
-    @classmethod
-    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
-        return cls(**arrays, shift=facts["shift"])
-
     @classmethod
     def from_bytes(cls, examples: Sequence[tuple[bytes, int]], shift: int = 0) -> Self:
         """Build from (tokens, label) pairs, with a byte per token."""
@@ -152,8 +155,7 @@ class Pairs(Split):
         return Pairs(documents, pairs.reshape(-1, 2).astype(self.pairs.dtype), self.labels[indices])
 
     def arrays(self) -> dict[str, Array]:
-        documents = {"tokens": self.documents.tokens, "offsets": self.documents.offsets}
-        return documents | {"pairs": self.pairs, "labels": self.labels}
+        return self.documents.arrays() | super().arrays()
 
     @classmethod
     def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
@@ -169,9 +171,9 @@ class Images(Split):
     """uint8 (n,H,W,C)"""
     labels: Array
     """(n,)"""
-    mean: tuple[float, ...]
+    mean: Sequence[float]
     """(C,), on the scale 0 to 1."""
-    std: tuple[float, ...]
+    std: Sequence[float]
     """(C,)"""
 
     def __len__(self) -> int:
@@ -192,13 +194,6 @@ class Images(Split):
     def select(self, indices: Array) -> Images:
         return Images(self.pixels[indices], self.labels[indices], self.mean, self.std)
 
-    def arrays(self) -> dict[str, Array]:
-        return {"pixels": self.pixels, "labels": self.labels}
-
-    @classmethod
-    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
-        return cls(**arrays, mean=tuple(facts["mean"]), std=tuple(facts["std"]))
-
 
 @dataclass(frozen=True, eq=False)
 class Stream(Split):
@@ -218,13 +213,6 @@ class Stream(Split):
     def select(self, indices: Array) -> Stream:
         """Return the first tokens, as many as there are indices: a text is cut, not thinned out."""
         return Stream(self.tokens[: len(indices)])
-
-    def arrays(self) -> dict[str, Array]:
-        return {"tokens": self.tokens}
-
-    @classmethod
-    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
-        return cls(**arrays)
 
 
 Examples = Sequences | Pairs | Images

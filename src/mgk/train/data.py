@@ -43,14 +43,12 @@ class Source:
         )
 
     @property
-    def sums(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What identifies the data."""
         return {"name": self.prepared.name, "digest": self.prepared.digest, "options": options(self.config)}
 
     def training(self, start: int, stop: int) -> Iterator[Batch]:
         return stream(self.batches, start, stop, workers=self.config.workers, pin=self.pin)
-
-    def training_batch(self, step: int) -> Batch:
-        return self.batches[step]
 
     def evaluation(self, split: str, batches: int = 0) -> Iterator[Batch]:
         """Batches of a split, each example once; with `batches`, only that many, evenly spread over the split."""

@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -88,7 +88,7 @@ def run_with(
     source = data.Source(settings, data_root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")
     learner = Learner(fabric, settings)
     fabric.barrier()  # every process has read the folder before one writes to it
-    run.begin({"data": source.sums, "seed": settings.seed, "processes": fabric.world_size})
+    run.begin({"data": source.facts, "seed": settings.seed, "processes": fabric.world_size})
     fabric.barrier()
     state = State.restore(run, learner)
     title = "/".join(out.parts[-2:])
@@ -132,7 +132,7 @@ def loop(
             numbers = learner.read()
             state.speeds.append(clock.seconds_per_step())
             shown = numbers if learner.classifies else numbers | {"perplexity": perplexity(numbers["loss"])}
-            run.log("train", state.step, **shown, lr=learner_rate(learner), seconds_per_step=state.speeds[-1])
+            run.log("train", state.step, **shown, lr=learner.rate, seconds_per_step=state.speeds[-1])
             progress.show(state.step, **score(shown), **{"tokens/s": clock.tokens_per_second()})
         if evaluates:
             state.valid = learner.evaluate(source.evaluation(c.data.valid, c.eval_batches))
@@ -201,7 +201,7 @@ def check_finite(fabric: Fabric, run: Run, source: data.Source, learner: Learner
     learner.seed(step)
     learner.objective.train()
     with fabric.autocast():
-        where = find_non_finite(learner.objective, to_device(source.training_batch(step), learner.device))
+        where = find_non_finite(learner.objective, to_device(source.batches[step], learner.device))
     kept = checkpoint.newest(run.folder)
     good = f"step {checkpoint.read_facts(kept)['step']} is kept in {kept}" if kept else "there was no checkpoint yet"
     c = learner.config
@@ -216,10 +216,6 @@ def check_finite(fabric: Fabric, run: Run, source: data.Source, learner: Learner
 def score(numbers: dict[str, float]) -> dict[str, float]:
     """Select the numbers for the progress display."""
     return {name: numbers[name] for name in ("loss", "accuracy", "perplexity") if name in numbers}
-
-
-def learner_rate(learner: Learner) -> float:
-    return float(learner.optimiser.optimizer.param_groups[0]["lr"])
 
 
 def reset_peak(fabric: Fabric) -> None:
@@ -274,9 +270,7 @@ class Interrupt:
             self.before = {s: signal.signal(s, self.ask) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

@@ -75,6 +75,11 @@ class Learner:
         return self.objective.model
 
     @property
+    def rate(self) -> float:
+        """The learning rate of the last update."""
+        return float(self.optimiser.optimizer.param_groups[0]["lr"])
+
+    @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.objective.parameters())
 
