@@ -39,9 +39,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill, which replaces `path` once it is on disk; on an error nothing changes.
 
     Only one process may write `path` at a time. A process killed between the two renames leaves the previous content
-    in `set_aside(path)`.
+    in `beside(path, "old")`.
     """
-    temporary, old = beside(path, "partial"), set_aside(path)
+    temporary, old = beside(path, "partial"), beside(path, "old")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     try:
         temporary.mkdir(parents=True)
@@ -57,11 +57,6 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def set_aside(path: Path) -> Path:
-    """Where `new_folder` keeps the previous content while it replaces it."""
-    return beside(path, "old")
 
 
 def beside(path: Path, ending: str) -> Path:

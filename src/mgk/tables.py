@@ -8,9 +8,10 @@ from pathlib import Path
 
 from mgk.files import write_text
 
-SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$",
-}  # fmt: skip
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$"}
+)
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class Table:
 
     def latex(self) -> str:
         """The table for LaTeX with the package booktabs."""
-        lines = [" & ".join(map(escape, row)) + r" \\" for row in (self.header, *self.rows)]
+        lines = [" & ".join(cell.translate(LATEX) for cell in row) + r" \\" for row in (self.header, *self.rows)]
         columns = "".join("l" if number in self.left else "r" for number in range(len(self.header)))
         body = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
         tabular = f"\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}\n"
         if not self.caption:
             return tabular
-        return f"\\begin{{table}}\n\\centering\n\\caption{{{escape(self.caption)}}}\n{tabular}\\end{{table}}\n"
+        return f"\\begin{{table}}\n\\centering\n\\caption{{{self.caption.translate(LATEX)}}}\n{tabular}\\end{{table}}\n"
 
     def write(self, stem: str | Path) -> list[Path]:
         """Write STEM.md and STEM.tex."""
@@ -55,7 +56,3 @@ class Table:
         for path, text in zip(paths, (self.markdown(), self.latex()), strict=True):
             write_text(path, text)
         return paths
-
-
-def escape(text: str) -> str:
-    return "".join(SPECIAL.get(letter, letter) for letter in text)

@@ -40,7 +40,8 @@ class Description:
 
     def command(self, options: dict[str, Any], source: str = "") -> str:
         """Return the command line that prepares the set."""
-        given = [f"--{name.replace('_', '-')} {_typed(value)}" for name, value in options.items()]
+        values = {name: " ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in options.items()}
+        given = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
         return " ".join(["mgk data prepare", self.name, *given, *([source] if source else [])])
 
 
@@ -236,7 +237,3 @@ def _folder(name: str, root: str | Path | None, chosen: dict[str, Any]) -> Path:
     if not chosen:
         return base / name
     return base / f"{name}-{hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]}"
-
-
-def _typed(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

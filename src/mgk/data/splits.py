@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -25,11 +26,11 @@ class Split:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: _Mapped(value.filename) if _is_full_file(value) else value for name, value in state.items()}
+        return {name: Path(value.filename) if _is_full_file(value) else value for name, value in state.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
-            object.__setattr__(self, name, value.open() if isinstance(value, _Mapped) else value)
+            object.__setattr__(self, name, np.load(value, mmap_mode="r") if isinstance(value, Path) else value)
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays to store, by name."""
@@ -40,14 +41,6 @@ class Split:
     def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
         """Build a split from its arrays and, for the other fields, the facts in the manifest."""
         return cls(**arrays, **{each.name: facts[each.name] for each in fields(cls) if each.name not in arrays})
-
-
-@dataclass(frozen=True)
-class _Mapped:
-    path: Any
-
-    def open(self) -> Array:
-        return np.load(self.path, mmap_mode="r")  # type: ignore[no-any-return]
 
 
 def _is_full_file(value: object) -> bool:  # the base of a slice is another array

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mgk.data.splits import KINDS, AnySplit, Sequences, join
-from mgk.files import beside, checksum, new_folder, set_aside, write_text
+from mgk.files import beside, checksum, new_folder, write_text
 from mgk.files import locked as file_lock
 
 FORMAT = 1
@@ -153,8 +153,9 @@ def locked(folder: Path) -> Iterator[None]:
             stack.enter_context(file_lock(beside(folder, "lock")))
         except OSError as error:
             raise _unwritable(folder, error) from None
-        if not folder.exists() and set_aside(folder).exists():
-            set_aside(folder).rename(folder)
+        old = beside(folder, "old")
+        if not folder.exists() and old.exists():  # killed between the renames of new_folder
+            old.rename(folder)
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from mgk.files import write_json, write_text
 from mgk.intervals import interval
 from mgk.ops.arguments import check_count
-from mgk.recipes.runner import Failure, Stop, run_jobs
+from mgk.recipes.runner import Failure, Job, Stop, run_jobs
 from mgk.tables import Table
 from mgk.train.config import Config, replace
 from mgk.train.engine import Result, train
@@ -102,24 +102,14 @@ def compare(
     folder = Path(out)
     runs = {
         (text, seed): folder / text.replace(":", "-") / f"seed-{seed}"
-        for seed in range(config.seed, config.seed + seeds)  # a first table after one seed of everything
+        for seed in range(config.seed, config.seed + seeds)  # one seed of every attention before the next seed
         for text in settings
     }
     todo = {
         path: partial(finish, replace(settings[text], seed=seed), path, data_root, quiet)
         for (text, seed), path in runs.items()
     }
-
-    def report(path: Path, reason: str) -> None:
-        print(f"{path}: {reason}", file=sys.stderr, flush=True)
-
-    done = {path: job for path, job in todo.items() if (path / "result.json").exists()}  # read, not trained
-    outcomes = run_jobs(done, on_failure=report)
-    if len(outcomes) == len(done):
-        rest = {path: job for path, job in todo.items() if path not in done}
-        outcomes |= run_jobs(rest, processes=jobs, on_failure=report)
-    if len(outcomes) < len(todo):
-        raise KeyboardInterrupt
+    outcomes = run_all(todo, jobs)
     results = {path: outcome for path, outcome in outcomes.items() if isinstance(outcome, Result)}
     rows = []
     for text, setting in settings.items():
@@ -132,6 +122,22 @@ def compare(
         write_json(folder / "comparison.json", {"metric": comparison.metric, "rows": [vars(row) for row in rows]})
         write_text(folder / "comparison.md", comparison.table() + "\n")
     return comparison
+
+
+def run_all(todo: Mapping[Path, Job[Result]], jobs: int) -> dict[Path, Result | Failure]:
+    """Finish all runs; raise KeyboardInterrupt if they are told to stop. Finished runs are read in this process."""
+
+    def report(path: Path, reason: str) -> None:
+        print(f"{path}: {reason}", file=sys.stderr, flush=True)
+
+    done = {path: job for path, job in todo.items() if (path / "result.json").exists()}
+    outcomes = run_jobs(done, on_failure=report)
+    if len(outcomes) == len(done):
+        rest = {path: job for path, job in todo.items() if path not in done}
+        outcomes |= run_jobs(rest, processes=jobs, on_failure=report)
+    if len(outcomes) < len(todo):
+        raise KeyboardInterrupt
+    return outcomes
 
 
 def finish(config: Config, path: Path, data_root: str | Path | None, quiet: bool) -> Result:

@@ -144,7 +144,7 @@ class Learner:
             return
         for name, parameter in self.model.named_parameters():
             self.optimiser.optimizer.state[parameter] = {
-                key: placed(value, parameter) if value.dim() else value.to(self._steps_device)
+                key: placed(value, parameter) if value.dim() else value.to("cpu" if self.sharded else self.device)
                 for key, value in state["optimiser"][name].items()
             }
         for name, value in state["sums"].items():
@@ -190,10 +190,6 @@ class Learner:
         if fused:
             optimiser.found_inf = self.stop  # type: ignore[attr-defined]
         return optimiser
-
-    @property
-    def _steps_device(self) -> torch.device:
-        return self.device if not self.sharded else torch.device("cpu")
 
     def _set_rate(self, rate: float) -> None:
         for group in self.optimiser.optimizer.param_groups:

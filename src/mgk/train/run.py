@@ -23,21 +23,21 @@ class Run:
 
     def __init__(self, folder: Path, settings: Config, *, resume: bool, writes: bool) -> None:
         self.folder, self.config, self.writes = folder, settings, writes
-        there = (folder / "config.json").exists()
-        if there and not resume:
+        exists = (folder / "config.json").exists()
+        if exists and not resume:
             raise ValueError(f"{folder}: holds a run already; continue it with --resume, or choose another --out")
-        if folder.exists() and not there and any(path for path in folder.iterdir() if not path.name.startswith(".")):
+        if folder.exists() and not exists and any(path for path in folder.iterdir() if not path.name.startswith(".")):
             raise ValueError(f"{folder}: expected the folder of a run or an empty one, found other files")
         # Before its first checkpoint a run may start again with another configuration.
-        self.begun = there and any((folder / name).exists() for name in ("last", "best", "result.json"))
-        if self.begun:
+        self.resumes = exists and any((folder / name).exists() for name in ("last", "best", "result.json"))
+        if self.resumes:
             config.check_same(config.read(folder / "config.json"), settings, folder)
         self.events: Any = None
 
     def begin(self, facts: dict[str, Any]) -> None:
         """Write the configuration, and append `facts` and the environment; raise an error if the data has changed."""
         path = self.folder / "run.json"
-        starts = json.loads(path.read_text())["starts"] if self.begun and path.exists() else []
+        starts = json.loads(path.read_text())["starts"] if self.resumes and path.exists() else []
         now = facts["data"]["digest"]
         before = starts[0].get("data", {}).get("digest", now) if starts else now  # older runs lack it
         if before != now:
@@ -48,7 +48,7 @@ class Run:
         if not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.begun:
+        if not self.resumes:
             write_text(self.folder / "config.json", config.dump(self.config))
         write_json(path, {"starts": [*starts, facts | environment()]})
         if self.config.tensorboard:
