@@ -22,11 +22,8 @@ from mgk.data.text import hold_out
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 CIFAR_FILE = r"(data_batch_\d|test_batch)(\.bin)?$"
-ARRAY_PARTS = {
-    "ndarray": np.ndarray,
-    "dtype": np.dtype,
-    "_reconstruct": np.empty(0).__reduce__()[0],
-}  # what the pickle of an array refers to
+# What the pickle of an array refers to.
+ARRAY_PARTS = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
 GREY = np.array([0.2989, 0.5870, 0.1140])  # TensorFlow's weights, which LRA used
 
 Labelled = tuple[Array, Array]

@@ -29,7 +29,7 @@ SYMBOLS = (*"0123456789", *OPERATORS, "]")  # token ids from 1; 0 is padding
 DIGIT, OPERATOR, CLOSE = 1, 11, 15  # token ids of "0", "[MIN" and "]"
 OPERATOR_SHARE = 0.25
 SIZES = (96_000, 2_000, 2_000)
-TREES = 1 << 14  # trees per block, each with a random generator of its own; a change would change the data of a seed
+TREES = 1 << 14  # trees per block; every block has its own random generator, so this is part of what a seed means
 MAX_EMPTY_BLOCKS = 50  # give up after this many blocks without a new example
 FACTS = {"vocabulary": len(SYMBOLS) + 1, "classes": 10, "shift": 0, "symbols": ["", *SYMBOLS]}
 
