@@ -4,7 +4,7 @@
     python -m experiments.reproduce.pack runs --to runs.tar --limit 60              the runs that have come furthest
     python -m experiments.reproduce.pack unpack data.tar.xz --to FOLDER             either of them
 
-ListOps is not worth packing: a sitting generates it from its seed where it is missing, in seconds.
+ListOps is not worth packing: a session generates it from its seed where it is missing, in seconds.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def texts_of_run(
         return {"input_ids": batch["tokens"], "attention_mask": batch["mask"], "labels": batch["label"]}
 
     def training() -> Iterator[Batch]:  # the batches that would follow those of the run; they never end
-        return (named(source.training_batch(step)) for step in itertools.count(settings.steps))
+        return (named(source.batches[step]) for step in itertools.count(settings.steps))
 
     def calibration() -> Iterator[Batch]:
         left = windows
