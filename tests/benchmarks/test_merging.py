@@ -1,4 +1,4 @@
-"""The study of merged heads runs to its end, measures what a run measures, and leaves the original as it was."""
+"""The study of merged heads measures what a run measures, and does not change the original model."""
 
 from __future__ import annotations
 
