@@ -1,4 +1,4 @@
-"""The pictures of the report: of the first rows of each table curves of every seed, ranks and maps; and costs."""
+"""Draw the figures of the report: training curves, ranks and maps of the first rows of each table, and costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = (2, 4, 8, 16)
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Every figure that the report shows, as SVG and PNG."""
+    """Draw every figure of the report as SVG and PNG."""
     table = tabulate(records)
     written = []
     for target, task in drawn(table):
@@ -54,7 +54,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def every_seed(records: Sequence[Record], event: str, quantity: str) -> Points:
-    """A curve for each seed, as one line with gaps: one of a plateau that some leave would not be the truth."""
+    """Return the curves of all seeds as one line with gaps. Their mean would hide which seeds leave a plateau."""
     steps, values = [], []
     for record in records:
         x, y = record.curve(event, quantity)
@@ -64,7 +64,7 @@ def every_seed(records: Sequence[Record], event: str, quantity: str) -> Points:
 
 
 def by_layer(records: Sequence[Record], quantity: str, unit: int = 1) -> Points:
-    """The mean over seeds for each layer."""
+    """Return the mean over seeds for each layer."""
     found = [record.values["inside"][quantity] for record in records if record.values.get("inside")]
     means = [statistics.mean(layer) / unit for layer in zip(*found, strict=True)]
     return list(range(1, len(means) + 1)), means

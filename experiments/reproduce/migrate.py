@@ -47,7 +47,7 @@ def update(value: Any) -> Any:
 
 
 def module_command(words: list[str]) -> list[str]:
-    """Convert `mgk/bench/NAME.py`, `python -m mgk.bench.NAME` and `python -m mgk.reproduce` to today's command lines."""
+    """Replace `mgk/bench/NAME.py`, `python -m mgk.bench.NAME` and `python -m mgk.reproduce` by today's commands."""
     if words[0].startswith("mgk/bench/"):
         return ["python", "-m", f"benchmarks.{Path(words[0]).stem}", *words[1:]]
     if words[:2] == ["python", "-m"]:
