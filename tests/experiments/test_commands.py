@@ -1,4 +1,4 @@
-"""The command line says what the function does."""
+"""The command line passes its options on, and its help is complete."""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ def parse(shape: str) -> Case:
 
 def compare(case: Case, device: str, *, rounds: int) -> list[Row]:
     """Check and time every mixture and the baseline on one problem. The methods alternate within a round."""
-    inputs, errors = {}, {}
+    inputs: dict[Method, dict[str, torch.Tensor]] = {}
+    errors: dict[Method, float | str] = {}
     for method in (BASELINE, *MIXTURES):
         inputs[method] = measure.make_inputs(case, method, device=device, dtype=DTYPES[device])
         try:
@@ -140,7 +141,7 @@ def prepare(work: Callable[[], object], device: str, method: Method) -> list[Cal
         return [work]
     if method != BASELINE:
         return [measure.capture(work)]
-    found = []
+    found: list[Callable[[], object]] = []
     for backend in BACKENDS.values():
         try:
             with sdpa_kernel(backend):
