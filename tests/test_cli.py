@@ -172,7 +172,7 @@ def test_demo_shows_every_variant_and_trains(
         ("train lra-text --model.heads 0", 2, "heads: expected at least 1, got 0"),
         ("train lra-text --optimiser.warmup 30000", 2, "optimiser.warmup: expected at most steps = 20000"),
         ("train lra-text --data-root nowhere --device cpu", 1, "type: mgk data prepare imdb"),
-        ("train cifar10 --paper", 2, "cifar10 has one way only"),
+        ("train cifar10 --paper", 2, "expected a recipe of the Long Range Arena, got cifar10"),
         ("compare lra-text", 1, "attentions: expected at least one"),
         ("compare lra-text --attentions gauss:3", 1, "attentions: expected VARIANT:HEADS"),
         ("eval nowhere", 1, "expected the folder of a run"),

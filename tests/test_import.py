@@ -22,7 +22,33 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 def test_import_loads_no_optional_library() -> None:
     done = run("import sys, mgk; print(*{name.split('.')[0] for name in sys.modules})")
     assert done.returncode == 0, done.stderr
-    assert not {"triton", "transformers", "matplotlib", "fla", "datasets", "tyro", "rich"} & set(done.stdout.split())
+    assert not {
+        "triton",
+        "transformers",
+        "matplotlib",
+        "fla",
+        "datasets",
+        "tyro",
+        "rich",
+        "lightning",
+        "lightning_fabric",
+        "safetensors",
+    } & set(done.stdout.split())
+
+
+def test_the_core_needs_only_torch_and_numpy() -> None:
+    """Without the packages of the extra `train`: the others import, training and the CLI say what to install."""
+    hidden = "import sys\nfor name in ('lightning_fabric', 'lightning', 'tyro', 'rich', 'safetensors', 'matplotlib', "
+    hidden += "'transformers', 'triton'): sys.modules[name] = None\n"
+    done = run(hidden + "import mgk, mgk.nn, mgk.models, mgk.ops, mgk.variants, mgk.data, mgk.environment, mgk.tables")
+    assert done.returncode == 0, done.stderr
+    for module, message in {
+        "mgk.train": "mgk.train needs lightning-fabric and safetensors; install with: pip install 'mgk[train]'",
+        "mgk.recipes": "mgk.train needs lightning-fabric and safetensors; install with: pip install 'mgk[train]'",
+        "mgk.cli": "the command line needs tyro and rich; install with: pip install 'mgk[train]'",
+    }.items():
+        done = run(hidden + f"import {module}")
+        assert done.stderr.splitlines()[-1] == f"ImportError: {message}"
 
 
 def test_public_names_exist() -> None:

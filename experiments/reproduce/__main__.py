@@ -1,4 +1,4 @@
 from experiments.reproduce.main import main
 
-if __name__ == "__main__":  # processes that a sitting starts import this file too
+if __name__ == "__main__":  # processes that a session starts import this file too
     raise SystemExit(main())

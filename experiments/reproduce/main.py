@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from experiments.reproduce import grid, records
 from experiments.reproduce.report import FIGURES, read_timings, report
-from experiments.reproduce.runner import RESULTS, RUNS, Tally, sit
+from experiments.reproduce.runner import RESULTS, RUNS, Tally, run_cells
 from experiments.reproduce.steps import STEPS, measure, read_steps
 from mgk.files import write_text
 
@@ -73,7 +73,7 @@ def reproduce(
         tell_absent(absent)
         return None
     chosen = chosen or grid.cells(what, seeds=seeds, tasks=recipes, heads=heads)
-    tally = sit(
+    tally = run_cells(
         chosen, budget=budget, jobs=jobs, results=results, runs=runs, data_root=data_root, device=device, quiet=False
     )
     tell_absent(tally.absent)

@@ -14,8 +14,7 @@ from experiments.reproduce.grid import TASKS, Cell, Metric, Row
 from experiments.reproduce.inside import inside
 from mgk.files import read_lines, write_text
 from mgk.train.config import check_same, from_dict, read, to_dict
-from mgk.train.cost import flops
-from mgk.train.evaluate import evaluate
+from mgk.train.evaluate import evaluate, flops
 
 POINTS = 100  # at most, of a curve
 SLIDING = "sliding by one"  # as mgk.train.evaluate calls the paper's perplexity

@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 
 from experiments.reproduce.grid import Cell
-from experiments.reproduce.runner import answers, present
+from experiments.reproduce.runner import present
 from mgk.environment import environment
 from mgk.files import write_json
+from mgk.recipes.runner import release_device
 from mgk.train.config import Config, replace
 from mgk.train.data import Source
 from mgk.train.fabric import launch
@@ -45,7 +46,7 @@ def measure(
                 seconds = seconds_per_step(replace(config, device=device, workers=0), data_root)
                 measured["rows"][cell.row.name] = seconds
                 print(f"{task}/{cell.row.name}: {1e3 * seconds:.3f} ms", flush=True)
-                answers()  # and frees what this row had
+                release_device()
         found[task] = measured
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
@@ -57,7 +58,7 @@ def seconds_per_step(config: Config, data_root: Path | None = None) -> float:
     fabric = launch(config)
     on_gpu = fabric.device.type == "cuda"
     source, learner = Source(config, data_root, pin=on_gpu), Learner(fabric, config)
-    batches = [source.training_batch(step) for step in range(BATCHES)]
+    batches = [source.batches[step] for step in range(BATCHES)]
 
     def rounds(first: int, count: int) -> float:
         began = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Which code, machine and versions made a number: written with every result."""
+"""Code version, machine and package versions, recorded with every result; and the check for optional packages."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -14,14 +15,33 @@ from typing import Any
 import torch
 
 PACKAGES = ("mgk", "torch", "numpy", "safetensors", "lightning-fabric", "lightning", "triton")
+OPTIONAL = {  # packages of the extra `train`, and the modules of which one must be there
+    "lightning-fabric": ("lightning_fabric", "lightning"),
+    "safetensors": ("safetensors",),
+    "tyro": ("tyro",),
+    "rich": ("rich",),
+}
+
+
+def require(user: str, *packages: str) -> None:
+    """Raise an ImportError that names the missing ones of some packages of the extra `train`, and how to install them.
+
+    Args:
+        user: what needs them, for the message.
+        packages: keys of `OPTIONAL`.
+    """
+    missing = [name for name in packages if not any(map(importlib.util.find_spec, OPTIONAL[name]))]
+    if missing:
+        raise ImportError(f"{user} needs {' and '.join(missing)}; install with: pip install 'mgk[train]'")
 
 
 def commit() -> str:
-    """The commit this code comes from: what MGK_COMMIT says, for copies of a tree, or the checkout's, "+" if the tree
-    differs from it; else "unknown".
+    """Return the commit of this code: $MGK_COMMIT if set (for copies without .git), else that of the checkout.
+
+    A "+" marks uncommitted changes. Without a checkout the result is "unknown".
     """
-    if told := os.environ.get("MGK_COMMIT"):
-        return told
+    if given := os.environ.get("MGK_COMMIT"):
+        return given
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -34,6 +54,7 @@ def commit() -> str:
 
 
 def environment() -> dict[str, Any]:
+    """Time, command line, versions, commit and machine of this process."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -54,7 +75,7 @@ def environment() -> dict[str, Any]:
 
 
 def command() -> list[str]:
-    """The command line, without the folder that the program lies in."""
+    """The command line, without the folder of the program."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", module.name.removesuffix(".__main__")] if module else [Path(sys.argv[0]).name]
     return [*program, *sys.argv[1:]]

@@ -1,10 +1,12 @@
-"""The same table for people (Markdown) and for papers (LaTeX)."""
+"""Tables in Markdown and LaTeX."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mgk.files import write_text
 
 SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$",
@@ -13,11 +15,12 @@ SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text already; the first column names the row, the others are numbers."""
+    """A table of strings. Columns in `left` are aligned to the left, the others to the right."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
+    left: Sequence[int] = (0,)
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -26,20 +29,18 @@ class Table:
 
     def markdown(self) -> str:
         rows = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "| "
-            + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-            + " |"
-            for r in rows
-        ]
-        rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
-        return "\n".join([*([self.caption, ""] if self.caption else []), lines[0], rule, *lines[1:]]) + "\n"
+        columns = []
+        for number, cells in enumerate(zip(*rows, strict=True)):
+            width, left = max(map(len, cells)), number in self.left
+            head, *rest = (f" {cell.ljust(width) if left else cell.rjust(width)} " for cell in cells)
+            columns.append([head, "-" * (width + 1) + ("-" if left else ":"), *rest])
+        lines = [f"|{'|'.join(line)}|" for line in zip(*columns, strict=True)]
+        return "\n".join([*([self.caption, ""] if self.caption else []), *lines]) + "\n"
 
     def latex(self) -> str:
-        """Needs the package booktabs."""
+        """The table for LaTeX with the package booktabs."""
         lines = [" & ".join(map(escape, row)) + r" \\" for row in (self.header, *self.rows)]
-        columns = "l" + "r" * (len(self.header) - 1)
+        columns = "".join("l" if number in self.left else "r" for number in range(len(self.header)))
         body = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
         tabular = f"\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}\n"
         if not self.caption:
@@ -47,12 +48,12 @@ class Table:
         return f"\\begin{{table}}\n\\centering\n\\caption{{{escape(self.caption)}}}\n{tabular}\\end{{table}}\n"
 
     def write(self, stem: str | Path) -> list[Path]:
-        """STEM.md and STEM.tex."""
+        """Write STEM.md and STEM.tex."""
         stem = Path(stem)
         stem.parent.mkdir(parents=True, exist_ok=True)
         paths = [stem.with_name(stem.name + ending) for ending in (".md", ".tex")]
         for path, text in zip(paths, (self.markdown(), self.latex()), strict=True):
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
         return paths
 
 

@@ -43,7 +43,7 @@ def same(first: Batch, second: Batch) -> bool:
     epochs=st.integers(1, 4),
 )
 def test_each_epoch_has_every_example_once(count: int, batch_size: int, seed: int, bucket: bool, epochs: int) -> None:
-    """Also where the batch does not divide the epoch, or is larger than it."""
+    """Also if the batch size does not divide the epoch, or exceeds it."""
     batches = Batches(sequences([1 + i % 7 for i in range(count)]), batch_size, seed=seed, bucket=bucket)
     steps = -(-count * epochs // batch_size)
     rows = np.concatenate([batches.rows(step) for step in range(steps)])[: count * epochs]
@@ -52,7 +52,7 @@ def test_each_epoch_has_every_example_once(count: int, batch_size: int, seed: in
 
 @pytest.mark.parametrize("kind", SPLITS)
 @pytest.mark.parametrize("bucket", [True, False])
-def test_a_step_does_not_depend_on_what_came_before(kind: str, bucket: bool) -> None:
+def test_a_step_does_not_depend_on_earlier_accesses(kind: str, bucket: bool) -> None:
     used = Batches(SPLITS[kind], bucket=bucket, **OPTIONS)
     steps = [0, 1, 200, 57, 2, 500, 55, 56]
     seen = [used[step] for step in steps]
@@ -61,7 +61,7 @@ def test_a_step_does_not_depend_on_what_came_before(kind: str, bucket: bool) -> 
 
 @pytest.mark.parametrize("kind", SPLITS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_rows_of_all_processes_are_the_batch_of_one(kind: str, world: int) -> None:
+def test_the_rows_of_all_processes_are_the_batch_of_one_process(kind: str, world: int) -> None:
     ranks = [Batches(SPLITS[kind], rank=rank, world=world, **OPTIONS) for rank in range(world)]
     for step in (0, 7, 55, 56):
         parts = [each[step] for each in ranks]
@@ -77,7 +77,7 @@ def test_seed_and_epoch_change_the_order() -> None:
 
 
 def test_buckets_leave_little_padding_and_random_batches() -> None:
-    """Lengths 1 to 199: a random batch of 4 is about two fifths padding, and one of like lengths 1 or 2 per cent."""
+    """Lengths 1 to 199: a random batch of 4 is about two fifths padding, and one of similar lengths 1 or 2 percent."""
     share = {}
     for bucket in (True, False):
         batches = Batches(SPLITS["sequences"], 4, bucket=bucket)
@@ -135,7 +135,7 @@ def test_images_are_normalised_and_have_channels_first() -> None:
 
 
 def test_text_is_read_in_tracks() -> None:
-    """Row b of successive steps is track b without a gap, the target is the next token, and epochs are alike."""
+    """Row b of successive steps is track b without a gap, the target is the next token, and epochs are equal."""
     batches = Batches(text(1000), 4, max_length=16)
     assert batches.steps_per_epoch == 15  # (1000 - 1) // 4 = 249 tokens are 15 windows
     rows = torch.cat([batches[step]["tokens"] for step in range(15)], 1)
@@ -146,7 +146,7 @@ def test_text_is_read_in_tracks() -> None:
 
 @given(count=st.integers(1, 60), batch_size=st.integers(4, 9), world=st.integers(1, 4), data_=st.data())
 def test_evaluation_sees_every_example_once(count: int, batch_size: int, world: int, data_: st.DataObject) -> None:
-    """Over all processes, each with as many batches and none of them empty, in order of length."""
+    """Over all processes, with equal numbers of batches, none of them empty, in order of length."""
     lengths = data_.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
     if count < world:
         with pytest.raises(ValueError, match="world: expected at most"):
@@ -189,8 +189,8 @@ def leave_a_stream_behind() -> None:
     next(KEPT[0])
 
 
-def test_workers_that_are_still_at_it_end_with_their_parent() -> None:
-    """Whatever signals they ignore, a parent that ends ends them, and waits until they have."""
+def test_workers_end_with_their_parent() -> None:
+    """A parent that ends stops its workers, whatever signals they ignore, and waits for them."""
     process = multiprocessing.get_context("fork").Process(target=leave_a_stream_behind)
     process.start()
     process.join(60)
@@ -199,7 +199,7 @@ def test_workers_that_are_still_at_it_end_with_their_parent() -> None:
 
 
 def test_a_mapped_split_is_pickled_as_its_path(tmp_path: Path) -> None:
-    """A worker that is not forked gets a few bytes, and maps the same file."""
+    """A worker that is not forked receives a few bytes, and maps the same file."""
     data.prepare("listops", root=tmp_path, **SMALL)
     split = data.load("listops", root=tmp_path, **SMALL).split("train")
     assert isinstance(split, Sequences)

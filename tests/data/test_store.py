@@ -1,4 +1,4 @@
-"""A prepared set is whole or not there; what is wrong with it is said in one line that tells what to type."""
+"""A prepared set is complete or absent; an error is one line that says what to type."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from mgk import data
 from mgk.data import store
 
 root, source, moments = sys.argv[1], sys.argv[2], int(sys.argv[3])
-write, rename = store._write, store.Path.rename
+save, write_text, rename = store.np.save, store.write_text, os.rename
 
 
 def dying(action, left):
-    def wrapped(*arguments):
+    def wrapped(*arguments, **options):
         if not left:
             os._exit(9)
         left.pop()
-        return action(*arguments)
+        return action(*arguments, **options)
     return wrapped
 
 
 for moment in range(moments):
     if os.fork() == 0:
         left = [None] * moment
-        store._write, store.Path.rename = dying(write, left), dying(rename, left)
+        store.np.save, store.write_text = dying(save, left), dying(write_text, left)
+        os.rename = dying(rename, left)
         data.prepare("enwik8", root=root, source=source)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.wait()[1])
@@ -61,7 +62,7 @@ def load(folder: Path, **options: Any) -> data.Prepared:
 
 
 def prepare_and_kill(root: Path, letter: str, moments: int) -> list[str]:
-    """Prepare a text of one letter, killed before the first, second, ... file or rename: exit code, what is there."""
+    """Prepare a text of one letter, killed before the first, second, ... write; return exit codes and contents."""
     source = root.parent / letter
     source.mkdir()
     (source / "enwik8").write_text(letter * 100)
@@ -75,8 +76,8 @@ def prepare_and_kill(root: Path, letter: str, moments: int) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_killed_preparation_leaves_no_set_or_the_one_before(tmp_path: Path) -> None:
-    """Three arrays, a manifest, a rename. What is replaced is moved away before, and moved back where it stays so."""
+def test_a_killed_preparation_leaves_no_set_or_the_previous_one(tmp_path: Path) -> None:
+    """Three arrays, a manifest, a rename. A set is renamed before it is replaced; the next preparation restores it."""
     root = tmp_path / "root"
     assert prepare_and_kill(root, "a", 6) == ["9 missing"] * 5 + ["0 a"]
     assert sorted(path.name for path in root.iterdir()) == [".enwik8.lock", "enwik8"]
@@ -151,12 +152,12 @@ def test_a_truncated_file_is_found_at_once_and_repaired(folder: Path, name: str)
     assert load(folder, verify=True).digest == digest
 
 
-def test_a_changed_byte_is_found_by_the_sums(folder: Path) -> None:
+def test_a_changed_byte_is_found_by_the_checksums(folder: Path) -> None:
     content = bytearray((folder / "dev.tokens.npy").read_bytes())
     content[-1] ^= 1
     (folder / "dev.tokens.npy").write_bytes(content)
     load(folder)
-    with pytest.raises(DataError, match=rf"dev.tokens.npy is damaged: its sum.*; type: {COMMAND}$"):
+    with pytest.raises(DataError, match=rf"dev.tokens.npy is damaged: its checksum.*; type: {COMMAND}$"):
         load(folder, verify=True)
     data.prepare("listops", root=folder.parent, **SMALL)
     load(folder, verify=True)
@@ -181,7 +182,7 @@ def test_a_missing_file_is_found(folder: Path) -> None:
         load(folder)
 
 
-def test_a_full_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_existing_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -189,13 +190,13 @@ def test_a_full_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr("numpy.save", full)
         with pytest.raises(
-            DataError, match=r"could not be written .No space left on device.; make room or set MGK_DATA"
+            DataError, match=r"could not be written .No space left on device.; free disk space or set MGK_DATA"
         ):
             data.prepare("listops", root=folder.parent, **SMALL)
     assert sorted(path.name for path in folder.parent.iterdir()) == [f".{folder.name}.lock", folder.name]
 
 
-def test_a_root_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"could not be written .*MGK_DATA"):
         data.prepare("listops", root=tmp_path / "file" / "root", **SMALL)

@@ -23,7 +23,7 @@ def with_maps(heads: int) -> dict[str, Any]:
 
 
 def made_up(task: str, row: Row, seed: int, test: float, **changes: Any) -> Record:
-    """A record as a sitting would have written it; ListOps leaves the plateau at step 2,000 + 100 * seed, or never."""
+    """A record as a session would have written it; ListOps leaves the plateau at step 2,000 + 100 * seed, or never."""
     cell = Cell(task, row, seed)
     metric = TASKS[task].metric
     left = 2000 + 100 * seed

@@ -1,4 +1,4 @@
-"""The grid has the paper's rows, in an order in which a sitting that is cut short leaves the most useful table."""
+"""The grid has the paper's rows, in an order in which a session that is cut short leaves the most useful table."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mgk.data
-from experiments.reproduce import sit
+from experiments.reproduce import run_cells
 from experiments.reproduce.pack import main, pack_runs
 from mgk.train.checkpoint import read_facts
 from mgk.train.learner import Learner
@@ -40,7 +40,7 @@ def test_a_stopped_run_resumes_elsewhere(data_root: Path, tmp_path: Path, monkey
 
     def fill(folder: Path) -> list[str]:
         place: Any = {"results": tmp_path / "cells", "runs": folder, "data_root": data_root, "device": "cpu"}
-        return sit(CELLS[:2], **place).finished
+        return run_cells(CELLS[:2], **place).finished
 
     monkeypatch.setattr(Learner, "update", update)
     assert fill(tmp_path / "here") == [CELLS[0].name]

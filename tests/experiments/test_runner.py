@@ -1,4 +1,4 @@
-"""A sitting fills cells in order, stops when it must, and goes on as if it had not; a record is whole or absent."""
+"""A session fills cells in order, stops when told to, and resumes exactly; a record is complete or absent."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import json
 import multiprocessing
 import os
 import signal
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from experiments.reproduce import Cell, grid, read_all, records, runner, sit
+from experiments.reproduce import Cell, grid, read_all, records, run_cells
 from experiments.reproduce.grid import Row, Task
 from experiments.reproduce.inside import unpack_map
 from experiments.reproduce.main import main
 from experiments.reproduce.records import REQUIRED
-from experiments.reproduce.runner import Place, Stop, Tally, alarm, claimed, present, work
+from experiments.reproduce.runner import Tally
+from mgk.files import beside, locked
 from mgk.inspect.runs import Run
+from mgk.recipes import runner
+from mgk.recipes.runner import Stop
 from mgk.train import Config, evaluate, train
 from mgk.train import replace as change
 from mgk.train.checkpoint import read_facts
@@ -37,7 +38,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The trainings that were begun or continued, in order."""
+    """The trainings that were started or resumed, in order."""
     found: list[tuple[str, int]] = []
     real = Learner.__init__
 
@@ -50,12 +51,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def fill(folder: Path, data_root: Path, cells: list[Cell], **options: Any) -> Tally:
-    return sit(cells, results=folder / "cells", runs=folder / "runs", data_root=data_root, device="cpu", **options)
-
-
-def where(folder: Path, data_root: Path, **changes: Any) -> Place:
-    place = Place(folder / "cells", folder / "runs", data_root, float("inf"), 0.0, 1, "cpu", True, "now")
-    return replace(place, **changes)
+    return run_cells(
+        cells, results=folder / "cells", runs=folder / "runs", data_root=data_root, device="cpu", **options
+    )
 
 
 def test_cells_are_filled_in_order_and_never_again(data_root: Path, tmp_path: Path, begun: list[Any]) -> None:
@@ -107,11 +105,11 @@ def test_a_record_names_every_commit_and_gpu_that_its_run_had(data_root: Path, t
         assert (record["gpu"], record["commit"], record["starts"]) == (said, "c0, c1", len(gpus))
 
 
-def test_the_command_of_a_record_trains_again_beside_a_finished_run(
+def test_the_command_of_a_record_trains_again_apart_from_the_finished_run(
     data_root: Path, tmp_path: Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sit(CELLS[:1], data_root=data_root, device="cpu")
+    run_cells(CELLS[:1], data_root=data_root, device="cpu")
     words = records.command(CELLS[0]).split()
     assert words[:3] == ["python", "-m", "experiments.reproduce"]
     assert main([*words[3:], "--data-root", str(data_root), "--device", "cpu"]) == 0
@@ -120,7 +118,7 @@ def test_the_command_of_a_record_trains_again_beside_a_finished_run(
     assert first.test == second.test
 
 
-def test_a_cell_that_is_told_to_stop_goes_on_later_as_if_it_had_not(
+def test_a_cell_that_is_told_to_stop_resumes_exactly(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[Any]
 ) -> None:
     real = Learner.update
@@ -133,7 +131,7 @@ def test_a_cell_that_is_told_to_stop_goes_on_later_as_if_it_had_not(
     monkeypatch.setattr(Learner, "update", update)
     tally = fill(tmp_path / "stopped", data_root, CELLS[:2])
     assert tally == Tally(left=[cell.name for cell in CELLS[:2]])
-    assert begun == [("softmax", 0)]  # and nothing else was begun
+    assert begun == [("softmax", 0)]  # and nothing else was started
     assert read_facts(tmp_path / "stopped" / "runs" / CELLS[0].name / "last")["step"] == 5
     assert read_all(tmp_path / "stopped" / "cells") == []
     monkeypatch.setattr(Learner, "update", real)
@@ -148,7 +146,7 @@ def test_a_cell_that_is_told_to_stop_goes_on_later_as_if_it_had_not(
 def test_a_cell_that_dies_as_its_record_is_written_is_not_finished(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[Any]
 ) -> None:
-    """Told to stop in the middle of the file, and a leftover of a process that was killed there."""
+    """Told to stop while writing, and a leftover of a process that was killed there."""
     real = os.replace
 
     def replace_file(source: Any, target: Any) -> None:
@@ -165,24 +163,9 @@ def test_a_cell_that_dies_as_its_record_is_written_is_not_finished(
     assert len(begun) == 1  # the training itself was over
 
 
-def test_time_up_is_told_wherever_the_process_is() -> None:
-    with pytest.raises(Stop), alarm(time.monotonic()):
-        signal.pause()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_nothing_is_begun_that_would_get_nowhere(data_root: Path, tmp_path: Path, begun: list[Any]) -> None:
-    todo, _ = present(CELLS, data_root)
-    work(todo, where(tmp_path, data_root, stop_at=time.monotonic() + 3600, start=7200.0))
-    assert begun == []
-    work(todo[:1], where(tmp_path, data_root, stop_at=time.monotonic() + 3600, start=60.0))
-    assert len(begun) == 1
-
-
 def test_a_cell_of_another_process_is_left_to_it(data_root: Path, tmp_path: Path, begun: list[Any]) -> None:
-    place = where(tmp_path, data_root)
-    with claimed(place.beside(CELLS[0], "lock")) as mine:
-        assert mine
+    with locked(beside(tmp_path / "runs" / CELLS[0].name, "lock"), wait=False) as ours:
+        assert ours
         tally = fill(tmp_path, data_root, CELLS[:2])
     assert begun == [("smgk", 0)]
     assert tally.left == [CELLS[0].name]
@@ -207,10 +190,10 @@ def test_a_failure_does_not_stop_the_others_and_is_tried_again_later(
 
 
 @pytest.mark.parametrize("error", [OverflowError("math range error"), KeyError("loss"), AssertionError("a kernel's")])
-def test_whatever_a_failure_is_called_the_others_go_on(
+def test_after_an_error_of_any_type_the_others_continue(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """As the record is made, too: exp of a diverged loss, say."""
+    """Also while the record is made, e.g. in exp of a diverged loss."""
     real = records.make
 
     def failing(cell: Cell, *args: Any, **options: Any) -> dict[str, Any]:
@@ -224,24 +207,24 @@ def test_whatever_a_failure_is_called_the_others_go_on(
     assert tally.failed == {CELLS[0].name: f"{type(error).__name__}: {error}"}
 
 
-def test_a_process_that_lost_its_gpu_hands_on_to_another(
+def test_if_the_gpu_fails_the_others_run_in_another_process(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[Any]
 ) -> None:
-    """After an illegal access every call of CUDA fails in that process; which this one is made to believe."""
+    """After an illegal access every CUDA call fails in that process, which this test simulates."""
 
     def failing(self: Learner, step: int, batch: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(Learner, "update", failing)
-    monkeypatch.setattr(runner, "answers", lambda: False)
+    monkeypatch.setattr(runner, "release_device", lambda: False)
     tally = fill(tmp_path, data_root, CELLS[:3])
-    assert begun == [("softmax", 0)]  # here; the others in a process of their own, which can
+    assert begun == [("softmax", 0)]  # here; the others in worker processes
     assert list(tally.failed) == [CELLS[0].name]
     assert tally.finished == [cell.name for cell in CELLS[1:3]]
 
 
 class Deadly(Config):
-    """A run that takes its process with it."""
+    """A configuration that ends a worker process."""
 
     def __post_init__(self) -> None:
         if multiprocessing.parent_process() is not None and self.model.attention == "softmax":
@@ -269,10 +252,10 @@ def test_side_by_side_gives_the_same_records(data_root: Path, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("quick_processes")
-def test_a_sitting_side_by_side_ends_with_its_budget(
+def test_a_session_side_by_side_ends_with_its_budget(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainings of days, four seconds of budget: the call returns, nothing is finished, nothing is lost."""
+    """Long trainings, four seconds of budget: the call returns, nothing is finished, nothing is lost."""
     small_listops(monkeypatch, tiny(steps=10**9))
     tally = fill(tmp_path, data_root, CELLS[:1], jobs=2, budget=4 / 60)
     assert tally == Tally(left=[CELLS[0].name])
@@ -292,7 +275,7 @@ def test_a_training_is_recorded_even_if_looking_inside_fails(
 
 
 def test_words_are_measured_by_the_sliding_window_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with a GPU, which this run is made to have had."""
+    """On a machine with a GPU, which this test simulates."""
     short = {"steps": 2, "eval_every": 2, "log_every": 1, "optimiser__warmup": 1}
     config = change(small("wikitext2", tmp_path), **short)
     monkeypatch.setitem(grid.TASKS, "wikitext2", Task(config, "perplexity", "Small.", sliding=True))
@@ -322,10 +305,10 @@ def test_a_task_that_does_not_fit_its_data_does_not_stop_the_others(
     assert "model.vocabulary: expected at least 16" in tally.absent["text"]
 
 
-def test_a_record_that_cannot_stand_for_its_cell_is_told_and_left_alone(
+def test_a_record_that_does_not_fit_its_cell_is_reported_and_kept(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[Any]
 ) -> None:
-    """Of another configuration, or damaged: neither finished nor lost, and the others go on."""
+    """Of another configuration, or damaged: it is reported and kept, and the others continue."""
     fill(tmp_path, data_root, CELLS[:2])
     small_listops(monkeypatch, tiny(steps=9))
     records.path_of(tmp_path / "cells", CELLS[1]).write_text("{")
@@ -334,7 +317,7 @@ def test_a_record_that_cannot_stand_for_its_cell_is_told_and_left_alone(
     assert len(begun) == 3
     assert list(tally.failed) == [CELLS[0].name, CELLS[1].name]
     assert "steps: the run in" in tally.failed[CELLS[0].name]
-    assert "begun with 8, got 9" in tally.failed[CELLS[0].name]
+    assert "started with 8, got 9" in tally.failed[CELLS[0].name]
     assert all("remove it, and it is computed again" in reason for reason in tally.failed.values())
 
 
@@ -349,12 +332,12 @@ def test_a_run_of_two_data_sets_gives_no_record(data_root: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("wrong", [{"budget": 0}, {"jobs": 0}])
-def test_wrong_numbers_are_told(data_root: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_wrong_numbers_are_errors(data_root: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
         fill(tmp_path, data_root, CELLS, **wrong)
 
 
-def test_a_damaged_record_is_told_and_not_taken_for_another(tmp_path: Path) -> None:
+def test_a_damaged_or_misnamed_record_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "listops" / "smgk-h1-s0.json"
     path.parent.mkdir()
     path.write_text("{")

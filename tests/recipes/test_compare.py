@@ -1,4 +1,4 @@
-"""A grid runs what is not finished, and its table says what the runs say."""
+"""A comparison trains what is not finished, and its table shows the results of the runs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import torch
 from mgk.intervals import interval
 from mgk.models import ClassifierConfig, MatcherConfig
 from mgk.ops.cost import Dimensions, attention_flops, projection_flops
-from mgk.recipes import compare, recipe
+from mgk.recipes import compare, recipe, runner
 from mgk.recipes.compare import Comparison, Row, with_attention
+from mgk.recipes.runner import share_cores
 from mgk.train import CheckpointError, Config, Result, engine
 from mgk.train.checkpoint import read_facts
-from mgk.train.cost import flops
+from mgk.train.evaluate import flops
 from mgk.train.learner import Learner
-from mgk.train.run import share_cores
 from tests.train.common import prepare, tiny
 
 ATTENTIONS = ("softmax:2", "smgk:1", "mgk:1:hard")
-MODULE = sys.modules["mgk.recipes.compare"]  # the name is the function's
+MODULE = sys.modules["mgk.recipes.compare"]  # `mgk.recipes.compare` is the function
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,9 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("data"))
 
 
-def test_a_grid_goes_on_where_it_stopped(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_resumes_where_it_stopped(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny(steps=4)
     first = compare(config, ATTENTIONS[:1], seeds=2, out=tmp_path, data_root=data_root)
     assert [len(row.scores) for row in first.rows] == [2]
@@ -68,19 +70,19 @@ def test_a_run_that_fails_does_not_stop_the_others(
 
     def failing(self: Learner, step: int, batch: object) -> None:
         if self.config.model.attention == "softmax":
-            raise CheckpointError("no room")
+            raise CheckpointError("disk full")
         update(self, step, batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Learner, "update", failing)
     found = compare(tiny(steps=2), ATTENTIONS[:2], out=tmp_path, data_root=data_root)
     assert [row.attention for row in found.rows] == ["smgk:1"]
-    assert list(found.failed.values()) == ["CheckpointError: no room"]
-    assert "no room" in capsys.readouterr().err
+    assert list(found.failed.values()) == ["CheckpointError: disk full"]
+    assert "disk full" in capsys.readouterr().err
 
 
 @pytest.fixture
 def half_the_threads() -> Iterator[None]:
-    """As each of two processes has: with other numbers of them sums end in other bits."""
+    """Like each of two processes: the number of threads changes the rounding of sums."""
     before = torch.get_num_threads()
     share_cores(2)
     yield
@@ -98,27 +100,27 @@ def test_runs_side_by_side_give_the_same(data_root: Path, tmp_path: Path) -> Non
         assert a.read_bytes() == b.read_bytes()
 
 
-def test_a_stop_leaves_the_grid(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_raises_keyboard_interrupt(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.Interrupt, "agreed", lambda self, fabric, logs: True)
     with pytest.raises(KeyboardInterrupt):
         compare(tiny(steps=2), ATTENTIONS[:1], out=tmp_path, data_root=data_root)
 
 
 @pytest.mark.usefixtures("quick_processes")
-def test_a_stop_side_by_side_stops_every_run_and_begins_no_other(
+def test_a_stop_side_by_side_stops_every_run_and_starts_no_other(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainings of days, told to stop once both are under way: both leave a checkpoint, the third was never begun."""
+    """Long trainings, told to stop once two have started: both leave a checkpoint, and the third never starts."""
     runs = [tmp_path / "softmax-2" / f"seed-{seed}" for seed in range(3)]
-    real = MODULE.wait
+    real = runner.wait
 
-    def stop(receivers: list[Any]) -> list[Any]:
+    def stop(objects: list[Any], timeout: float | None) -> list[Any]:
         while not all((run / "log.jsonl").exists() for run in runs[:2]):
-            assert real(receivers, 0.01) == []
-        os.kill(os.getpid(), signal.SIGTERM)  # does what Ctrl-C does
-        return list(real(receivers))
+            assert real(objects, 0.01) == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        return list(real(objects, timeout))
 
-    monkeypatch.setattr(MODULE, "wait", stop)
+    monkeypatch.setattr(runner, "wait", stop)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         compare(tiny(steps=10**9, eval_every=10**9), ATTENTIONS[:1], seeds=3, out=tmp_path, jobs=2, data_root=data_root)
@@ -129,7 +131,7 @@ def test_a_stop_side_by_side_stops_every_run_and_begins_no_other(
 
 
 class Deadly(Config):
-    """A run that takes its process with it, when it comes there."""
+    """A configuration that ends the process that unpickles it."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["seed"] == 0:
@@ -144,17 +146,17 @@ def test_a_process_that_dies_takes_one_run_with_it(data_root: Path, tmp_path: Pa
     assert found.failed == {str(tmp_path / "softmax-2" / "seed-0"): "its process died with exit status 11"}
 
 
-def test_scores_stand_in_the_order_of_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def backwards(runs: list[Any], *_: Any) -> Iterator[tuple[Path, Result]]:
-        for _, config, path in runs[::-1]:
-            yield path, Result(str(path), True, 2, 1, test={"accuracy": config.seed / 10})
+def test_scores_are_in_the_order_of_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(jobs: dict[Path, Any], **_: Any) -> dict[Path, Result]:
+        seeds = {path: int(path.name.removeprefix("seed-")) for path in jobs}
+        return {path: Result("", True, 2, 1, test={"accuracy": seeds[path] / 10}) for path in list(jobs)[::-1]}
 
-    monkeypatch.setattr(MODULE, "execute", backwards)
+    monkeypatch.setattr(MODULE, "run_jobs", backwards)
     (row,) = compare(tiny(), ATTENTIONS[:1], seeds=3, out=tmp_path, jobs=3).rows
     assert row.scores == [0.0, 10.0, 20.0]
 
 
-def test_a_grid_of_refused_runs_leaves_the_table_that_is_there(data_root: Path, tmp_path: Path) -> None:
+def test_if_all_runs_are_refused_the_existing_table_is_kept(data_root: Path, tmp_path: Path) -> None:
     compare(tiny(steps=2), ATTENTIONS[:1], out=tmp_path, data_root=data_root)
     names = ("comparison.json", "comparison.md")
     before = [(tmp_path / name).read_text() for name in names]

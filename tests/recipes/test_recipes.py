@@ -1,4 +1,4 @@
-"""Every recipe learns on small data, along a known curve; what the paper fixes is as the paper has it."""
+"""Every recipe learns on small data, along a known curve; settings that the paper gives are those of the paper."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_long_range_arena_is_the_protocols(
     assert (m.max_length, m.classes, m.pooling) == (length, classes, "mean")  # type: ignore[union-attr]
 
 
-def test_the_papers_way_is_an_option() -> None:
+def test_the_papers_evaluation_is_an_option() -> None:
     for name in ("lra-listops", "lra-text", "lra-retrieval"):
         c = recipe(name, paper=True)
         assert c.model.pooling == "padded"  # type: ignore[union-attr]
@@ -74,11 +74,11 @@ def test_the_papers_way_is_an_option() -> None:
     assert (text.train, text.valid, text.test) == ("train+dev", "test", "test")
     sound = recipe("lra-text").data
     assert (sound.train, sound.valid, sound.test) == ("train", "dev", "test")
-    with pytest.raises(ValueError, match="cifar10 has one way only"):
+    with pytest.raises(ValueError, match="paper: expected a recipe of the Long Range Arena, got cifar10"):
         recipe("cifar10", paper=True)
 
 
-def test_the_papers_way_runs(tmp_path: Path) -> None:
+def test_the_papers_evaluation_runs(tmp_path: Path) -> None:
     config = small("lra-text", tmp_path)
     paper = recipe("lra-text", paper=True)
     config = replace(
@@ -108,6 +108,6 @@ def test_an_unknown_recipe_is_named_with_a_guess() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_says_what_it_is(name: str) -> None:
+def test_every_recipe_has_a_description(name: str) -> None:
     assert recipe(name).recipe == name
     assert len(describe(name)) > 20

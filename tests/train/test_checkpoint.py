@@ -1,4 +1,4 @@
-"""Whatever happens while a checkpoint is written, a whole one is there; whatever happened to one is noticed."""
+"""A crash while a checkpoint is written leaves a complete one; a damaged one is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def example(step: int) -> Checkpoint:
     return Checkpoint(step, {"a": weight, "tied": weight, "b": weight[0, :1].clone()}, {"x": [step, "y"]}, {"s": 1.5})
 
 
-def test_what_is_saved_comes_back_and_tied_weights_are_stored_once(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_loaded_and_tied_weights_are_stored_once(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, example(3), best=True)
     for name in ("last", "best"):
         found = checkpoint.load(tmp_path / name)
@@ -41,14 +41,14 @@ def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 class Crash(BaseException):
-    """As good as a kill: nothing catches it."""
+    """Like a kill: nothing catches it."""
 
 
 CALLS = ("fsync", "rename", "replace", "symlink", "mkdir", "rmdir", "unlink", "open")
 
 
 @pytest.mark.parametrize("moment", range(40))
-def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
+def test_a_crash_at_any_call_leaves_a_complete_checkpoint(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint.save(tmp_path, example(1), best=True)
@@ -57,7 +57,7 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
     def crashing(real: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             left[0] -= 1
-            if left[0] < 0:  # and everything after it, as the tidying up is not done either
+            if left[0] < 0:  # and every later call, as no cleanup happens either
                 raise Crash
             return real(*arguments, **options)
 
@@ -72,16 +72,16 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
             pass
         else:
             assert left[0] >= 0
-    found = checkpoint.load(tmp_path / "last")  # there at every moment, and whole
+    found = checkpoint.load(tmp_path / "last")  # present and complete at every moment
     assert found.state == {"x": [found.step, "y"]}
     assert found.step in (1, 2)
-    checkpoint.save(tmp_path, example(2), best=False)  # and the leftovers are in nobody's way
+    checkpoint.save(tmp_path, example(2), best=False)  # and leftovers do no harm
     assert checkpoint.load(tmp_path / "last").step == 2
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
 
 
 def test_the_crash_test_reaches_past_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else 40 moments would not be all of them."""
+    """Otherwise 40 moments would not cover all calls."""
     count = [0]
     for name in CALLS:
         real = getattr(os, name)
@@ -92,7 +92,7 @@ def test_the_crash_test_reaches_past_the_end(tmp_path: Path, monkeypatch: pytest
 
 @contextmanager
 def small_files(most: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes, which fails as a full disk does."""
+    """Limit the size of files to `most` bytes, which fails like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
@@ -104,16 +104,16 @@ def small_files(most: int) -> Iterator[None]:
 @pytest.mark.parametrize("most", [0, 400])  # in the weights, in the state
 def test_a_full_disk_is_one_line_and_loses_nothing(most: int, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, example(1), best=True)
-    with small_files(most), pytest.raises(CheckpointError, match="the checkpoint of step 1 is whole") as error:
+    with small_files(most), pytest.raises(CheckpointError, match="the checkpoint of step 1 is kept") as error:
         checkpoint.save(tmp_path, example(2), best=True)
-    assert "make room and continue with --resume" in str(error.value)
+    assert "free disk space and continue with --resume" in str(error.value)
     assert checkpoint.load(tmp_path / "last").step == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     checkpoint.save(tmp_path, example(2), best=True)
     assert checkpoint.load(tmp_path / "best").step == 2
 
 
-def test_what_is_no_full_disk_is_not_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_reported_as_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
 
@@ -124,7 +124,7 @@ def test_what_is_no_full_disk_is_not_called_one(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "checkpoint.json"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_damage_is_noticed_and_there_is_a_way_out(name: str, damage: str, tmp_path: Path) -> None:
+def test_damage_is_detected_and_the_error_gives_advice(name: str, damage: str, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, example(1), best=True)
     checkpoint.save(tmp_path, example(2), best=False)
     path = tmp_path / "last" / name

@@ -1,4 +1,4 @@
-"""A configuration is data: it survives JSON exactly, and nothing that does not fit gets in."""
+"""A configuration survives JSON exactly, and wrong fields are errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_json_and_back_is_the_same_configuration(name: str) -> None:
         ({"optimiser": {"warmup": 100}}, "optimiser.warmup: expected at most steps = 12, got 100"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_wrong_field_is_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.to_dict(tiny()) | change))
     with pytest.raises(ValueError, match=r"config\.json: ") as error:
@@ -45,8 +45,8 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], says: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["prior", "means"])
-def test_an_m_step_of_part_of_a_batch_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"accumulate: expected 1 where model\.prior or model\.means is em.*, got 2"):
+def test_an_m_step_with_micro_batches_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"accumulate: expected 1 if model\.prior or model\.means is em.*, got 2"):
         tiny(**{f"model__{name}": "em"}, accumulate=2)
 
 
@@ -67,8 +67,8 @@ def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
         config.read(tmp_path / "config.json")
 
 
-def test_continuing_as_something_else_names_the_field() -> None:
-    with pytest.raises(ValueError, match=r"model\.heads: the run in here was begun with 2, got 1"):
+def test_resuming_with_another_configuration_names_the_field() -> None:
+    with pytest.raises(ValueError, match=r"model\.heads: the run in here was started with 2, got 1"):
         config.check_same(tiny(), tiny(model__heads=1), Path("here"))
 
 

@@ -1,4 +1,4 @@
-"""Several processes train as one does, and go on when one of them dies."""
+"""Several processes train like one, and resume when one of them dies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def worker(rank: int, world: int, port: int, settings: Config, run: Path, data_root: Path, resume: bool) -> None:
-    """What torchrun tells a process, without torchrun."""
+    """Train with the environment that torchrun sets."""
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = (rank, rank, 0, world, world, "127.0.0.1", port)
     os.environ.update({name: str(value) for name, value in zip(names, values, strict=True)})
@@ -71,7 +71,7 @@ def test_two_processes_have_the_losses_of_one(strategy: str, alone: Path, data_r
     assert measured["loss"] == pytest.approx(losses(run, "test")[0], rel=1e-5)
 
 
-def test_a_worker_that_is_killed_is_restarted_and_goes_on(alone: Path, data_root: Path, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_restarted_and_resumes(alone: Path, data_root: Path, tmp_path: Path) -> None:
     run, settings = tmp_path / "run", tmp_path / "config.json"
     settings.write_text(config.dump(tiny(**PLAIN, optimiser__clip=0.5)))
     script = tmp_path / "script.py"

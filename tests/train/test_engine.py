@@ -1,4 +1,4 @@
-"""The loop: it learns, it is a function of its configuration, and it goes on where it was stopped."""
+"""The training loop learns, is determined by its configuration, and resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ import mgk.data
 from mgk.models.config import MatcherConfig
 from mgk.train import Result, TrainingError, engine, learner, replace, train
 from mgk.train.data import Source
-from mgk.train.diagnose import culprit
 from mgk.train.fabric import launch
-from mgk.train.learner import Learner, split
-from mgk.train.run import share_cores
+from mgk.train.learner import Learner, find_non_finite, split
 from tests.train.common import LISTOPS, log, losses, prepare, tiny, weights
 
 
@@ -32,7 +30,7 @@ def undisturbed(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
-def test_the_folder_has_what_it_takes_to_run_again(undisturbed: Path, data_root: Path) -> None:
+def test_the_folder_has_everything_to_repeat_the_run(undisturbed: Path, data_root: Path) -> None:
     assert {path.name for path in undisturbed.iterdir()} == {
         "config.json", "run.json", "log.jsonl", "result.json", "checkpoints", "last", "best",
     }  # fmt: skip
@@ -42,20 +40,6 @@ def test_the_folder_has_what_it_takes_to_run_again(undisturbed: Path, data_root:
     assert {"torch", "mgk", "numpy"} <= set(start["versions"])
     assert {"commit", "command", "time", "python"} <= set(start)
     assert not Path(start["command"][0]).is_absolute()
-
-
-@pytest.mark.parametrize(("told", "expected"), [(None, 4), ("16", 16)])
-def test_processes_side_by_side_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, told: str | None, expected: int
-) -> None:
-    threads = [16]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if told is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", told)
-    share_cores(4)
-    assert threads == [expected]
 
 
 def test_the_log_says_how_it_went(undisturbed: Path) -> None:
@@ -81,7 +65,7 @@ def test_the_same_configuration_gives_the_same_weights_and_another_seed_does_not
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", [1, 4, 7])
-def test_a_signal_stops_in_good_order_and_resuming_is_exact(
+def test_a_signal_stops_with_a_checkpoint_and_resuming_is_exact(
     number: signal.Signals, step: int, undisturbed: Path, data_root: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -125,7 +109,7 @@ class StopAt(engine.Interrupt):
         return self.left == 0
 
 
-def test_a_run_goes_on_with_the_data_it_was_begun_with(
+def test_a_run_resumes_only_with_the_data_it_was_started_with(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -137,11 +121,11 @@ def test_a_run_goes_on_with_the_data_it_was_begun_with(
     (run / "run.json").write_text(
         json.dumps({"starts": [starts[0] | {"data": {"name": "listops", "digest": "0" * 64}}]})
     )
-    said = f"data: the run in {run} was begun with those of digest 000000000000, got {digest[:12]}; continue it"
+    said = f"data: the run in {run} was started with data of digest 000000000000, got {digest[:12]}; resume it"
     with pytest.raises(ValueError, match=said):
         train(tiny(), run, data_root=data_root, resume=True)
     assert len(json.loads((run / "run.json").read_text())["starts"]) == 1
-    del starts[0]["data"]  # a run of old
+    del starts[0]["data"]  # as in older runs
     (run / "run.json").write_text(json.dumps({"starts": starts}))
     assert train(tiny(), run, data_root=data_root, resume=True).finished
 
@@ -153,7 +137,7 @@ def test_a_finished_run_is_not_run_again(undisturbed: Path, data_root: Path) -> 
 
 
 def test_micro_batches_make_the_same_update(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without dropout, up to rounding: means of equal parts are the mean of the whole."""
+    """Without dropout, up to rounding: the mean of the means of equal parts is the mean of all."""
     parts: list[int] = []
 
     def counted(batch: Any, pieces: int) -> Any:
@@ -173,12 +157,12 @@ def test_micro_batches_make_the_same_update(data_root: Path, tmp_path: Path, mon
 
 
 def test_packed_batches_make_the_same_update(data_root: Path, tmp_path: Path) -> None:
-    """Without dropout, which is drawn for other shapes."""
+    """Without dropout, whose shape differs."""
     still = {"model__dropout": 0.0, "model__attention_dropout": 0.0, "data__bucket": False}
     for pack in (0, 16):
         train(tiny(data__pack=pack, **still), tmp_path / str(pack), data_root=data_root)
     assert losses(tmp_path / "16") == pytest.approx(losses(tmp_path / "0"), rel=1e-4)
-    with pytest.raises(ValueError, match=r"accumulate: expected 1 where data\.pack"):
+    with pytest.raises(ValueError, match=r"accumulate: expected 1 with data\.pack"):
         tiny(data__pack=16, accumulate=2)
 
 
@@ -211,7 +195,7 @@ def test_a_number_that_is_not_finite_stops_with_step_layer_and_advice(
     assert "\n" not in message
     assert json.loads((run / "last" / "checkpoint.json").read_text())["step"] == 4
     monkeypatch.undo()
-    assert train(tiny(), run, data_root=data_root, resume=True).finished  # the last good one goes on
+    assert train(tiny(), run, data_root=data_root, resume=True).finished  # it resumes from the last good checkpoint
 
 
 def test_a_gradient_that_is_not_finite_moves_no_weight(data_root: Path, tmp_path: Path) -> None:
@@ -223,13 +207,13 @@ def test_a_gradient_that_is_not_finite_moves_no_weight(data_root: Path, tmp_path
     handle = learner.model.classifier[0].weight.register_hook(lambda grad: grad * torch.inf)
     learner.update(1, source.batches[1])
     handle.remove()
-    learner.update(2, source.batches[2])  # all later updates are off, too
+    learner.update(2, source.batches[2])  # all later updates are disabled, too
     assert learner.failed_at() == 1
     assert all(torch.equal(value, before[name]) for name, value in learner.weights().items())
 
 
 @pytest.mark.parametrize("where", ["weight", "layer", "loss", "gradient"])
-def test_the_culprit_is_found(where: str) -> None:
+def test_the_first_non_finite_value_is_found(where: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,13 +237,13 @@ def test_the_culprit_is_found(where: str) -> None:
     expected = {
         "weight": "weight first.bias is not finite",
         "layer": "layer second (Linear)",
-        "loss": "the loss itself, from finite outputs of every layer",
+        "loss": "the loss, although the outputs of all layers are finite",
         "gradient": "gradient of second.bias",
     }
-    assert culprit(model, {"x": torch.ones(1, 2)}) == expected[where]
+    assert find_non_finite(model, {"x": torch.ones(1, 2)}) == expected[where]
 
 
-def test_mistakes_are_one_line_each(data_root: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_each_mistake_gives_one_line(data_root: Path, undisturbed: Path, tmp_path: Path) -> None:
     def message(config: Any = None, out: Path = tmp_path / "run", **options: Any) -> str:
         with pytest.raises(ValueError, match=r"\w") as error:
             train(config or tiny(), out, data_root=options.pop("data_root", data_root), **options)
@@ -273,13 +257,13 @@ def test_mistakes_are_one_line_each(data_root: Path, undisturbed: Path, tmp_path
     (tmp_path / "other" / "thesis.tex").touch()
     assert "found other files" in message(out=tmp_path / "other")
     assert "type: mgk data prepare listops" in message(data_root=tmp_path)
-    assert "model.classes: expected at least 10, as listops has, got 2" in message(tiny(model__classes=2))
+    assert "model.classes: expected at least 10, for listops, got 2" in message(tiny(model__classes=2))
     assert "data.valid: split: expected one of train, dev, test of listops" in message(tiny(data__valid="validation"))
     mgk.data.prepare("listops", root=tmp_path / "small", sizes=(300, 40, 0), lengths=(6, 30))
     small = tiny(data__options=("sizes=[300,40,0]", "lengths=[6,30]"))
     assert "data.test: split: expected at least one example, got 0" in message(small, data_root=tmp_path / "small")
     matcher = MatcherConfig(**dataclasses.asdict(tiny().model))
-    assert "data.name: expected a set of pairs for a matcher model, got listops, which is of sequences" in message(
+    assert "data.name: expected a set of pairs for a matcher model, got listops, a set of sequences" in message(
         replace(tiny(), model=matcher)
     )
     assert "data.options: expected NAME=VALUE" in message(tiny(data__options=("sizes",)))
@@ -288,7 +272,7 @@ def test_mistakes_are_one_line_each(data_root: Path, undisturbed: Path, tmp_path
     if not torch.cuda.is_available():
         assert "found none" in message(tiny(device="cuda"))
         assert "graphs: on needs one CUDA GPU" in message(tiny(graphs="on"))
-    assert not (tmp_path / "run").exists()  # nothing was begun
+    assert not (tmp_path / "run").exists()  # nothing was started
 
 
 def test_a_damaged_array_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
@@ -300,7 +284,7 @@ def test_a_damaged_array_is_an_error_before_anything_is_written(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_on_request(data_root: Path, tmp_path: Path) -> None:
+def test_tensorboard_events_are_written_if_enabled(data_root: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train(tiny(steps=2, tensorboard=True), tmp_path / "run", data_root=data_root)
     assert list((tmp_path / "run").glob("events.*"))

@@ -1,4 +1,4 @@
-"""Perplexities are what their names say."""
+"""Both perplexities follow their definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_sliding_window_is_the_papers_definition(cutoffs: tuple[int, ...], lengt
     model = LanguageModel(small).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) / 2)  # so that what comes before matters
+            parameter.copy_(torch.randn_like(parameter) / 2)  # so that the context matters
     tokens = np.random.default_rng(0).integers(0, 12, length)
     text = torch.from_numpy(tokens)
     expected = []
@@ -63,7 +63,7 @@ def test_a_run_with_graphs_is_measured_on_a_cpu(data_root: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("batch", [0, -3])
-def test_a_batch_has_windows(batch: int, tmp_path: Path) -> None:
+def test_batch_must_be_positive(batch: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"batch: expected at least 1, got {batch}"):
         evaluate(tmp_path, batch=batch)
     model = LanguageModel(LanguageModelConfig(vocabulary=12, layers=1, width=16, hidden=16, heads=2, head_dim=8))
@@ -71,7 +71,7 @@ def test_a_batch_has_windows(batch: int, tmp_path: Path) -> None:
         sliding_loss(model, np.arange(12), WINDOW, batch)
 
 
-def test_what_is_not_there_is_one_line(tmp_path: Path, data_root: Path) -> None:
+def test_a_missing_run_or_checkpoint_is_one_line(tmp_path: Path, data_root: Path) -> None:
     with pytest.raises(ValueError, match="expected the folder of a run"):
         evaluate(tmp_path)
     train(tiny(steps=2), tmp_path / "run", data_root=data_root)

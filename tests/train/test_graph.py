@@ -1,4 +1,4 @@
-"""Every batch is worked on once, in order, whether eagerly, right after a capture, or by a replay."""
+"""Every batch is processed once, in order: eagerly, right after a capture, or by a replay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mgk.train.learner import Learner
 
 
 def test_each_batch_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for CUDA: capturing computes nothing, a replay works on the captured tensors."""
+    """With a fake of CUDA: capturing computes nothing, a replay uses the captured tensors."""
     done: list[float] = []
 
     def work(batch: dict[str, Tensor]) -> None:
@@ -28,18 +28,20 @@ def test_each_batch_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(replay=lambda: work(inputs)), inputs
 
     monkeypatch.setattr(Graphs, "capture", capture)
-    monkeypatch.setattr(Graphs, "run_aside", lambda self, batch: work(batch))
+    monkeypatch.setattr(Graphs, "warm_up", lambda self, batch: work(batch))
     graphs = Graphs(work, torch.device("cpu"), pool=object())
     shapes = [2, 3, 2, 2, 3, 5, 2, 3]
     for number, shape in enumerate(shapes, 1):
         graphs({"x": torch.full((shape,), float(number))})
     assert done == [float(number * shape) for number, shape in enumerate(shapes, 1)]
-    assert len(graphs.captured) == 2  # a shape that came once costs no graph
+    assert len(graphs.captured) == 2  # a shape that occurs once costs no graph
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("attention", ["softmax", "smgk", "mgk"])
-def test_graphs_and_eager_steps_agree_on_a_gpu(attention: str) -> None:
+def test_graphs_and_eager_steps_agree_on_a_gpu(attention: str, compile: bool) -> None:
+    """Also if the model is compiled; the steps without graphs are not."""
     config = replace(
         recipe("lra-text"),
         model__attention=attention,
@@ -50,7 +52,9 @@ def test_graphs_and_eager_steps_agree_on_a_gpu(attention: str) -> None:
     )
     found = {}
     for graphs in ("on", "off"):
-        learner = Learner(launch(replace(config, graphs=graphs)), replace(config, graphs=graphs))
+        settings = replace(config, graphs=graphs, compile=compile and graphs == "on")
+        learner = Learner(launch(settings), settings)
+        assert isinstance(learner.run, Graphs) == (graphs == "on")
         for step in range(8):
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(1, 257, (4, (64, 128)[step % 2]), generator=generator)

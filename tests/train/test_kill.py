@@ -1,5 +1,5 @@
-"""A run that is killed again and again, with no chance to tidy up, ends as one that was left alone; a signal that its
-workers get too leaves a checkpoint.
+"""A run that is killed again and again, without cleanup, ends like an undisturbed one; a signal to the run and its
+workers leaves a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KILLS = 6
 
 
 def start(run: Path, data_root: Path, moment: int) -> None:
-    """Train, but die by SIGKILL at the so-many-th step or call that writes to the disk."""
+    """Train, but die by SIGKILL at step or disk write number `moment`."""
     left = [moment]
 
     def deadly(real: Any) -> Any:
@@ -56,18 +56,18 @@ def test_kills_at_random_moments_change_nothing(data_root: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("moment", range(1, 9))
-def test_a_run_killed_while_it_begins_can_be_begun(moment: int, data_root: Path, tmp_path: Path) -> None:
+def test_a_run_killed_while_it_starts_can_be_started_again(moment: int, data_root: Path, tmp_path: Path) -> None:
     """At every call that writes config.json and run.json, and after."""
     process = multiprocessing.get_context("fork").Process(target=start, args=(tmp_path / "run", data_root, moment))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    train(tiny(steps=2), tmp_path / "run", data_root=data_root, resume=True)  # as something else, too
+    train(tiny(steps=2), tmp_path / "run", data_root=data_root, resume=True)  # also with another configuration
     assert [line["step"] for line in log(tmp_path / "run")] == [2]
 
 
 def wait_at_step_3(run: Path, data_root: Path, there: Any) -> None:
-    """Train with workers, in a group of processes; at step 3, say so and go on when told."""
+    """Train with workers, in a process group; at step 3, send a message and wait for an answer."""
     os.setsid()
     update = Learner.update
 
@@ -82,7 +82,7 @@ def wait_at_step_3(run: Path, data_root: Path, there: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_whole_group_leaves_the_checkpoint_of_its_step(
+def test_a_signal_to_the_process_group_leaves_the_checkpoint_of_its_step(
     number: signal.Signals, data_root: Path, tmp_path: Path
 ) -> None:
     context = multiprocessing.get_context("fork")

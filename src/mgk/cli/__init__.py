@@ -16,6 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mgk.environment import require
+
+require("the command line", "tyro", "rich")
+
 import tyro
 
 import mgk

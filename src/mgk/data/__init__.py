@@ -1,4 +1,4 @@
-"""Data sets: prepared once into memory-mapped arrays, read as batches that are pure functions of the step.
+"""Data sets: prepared once as memory-mapped arrays, read as batches that are pure functions of the step.
 
     >>> mgk.data.prepare("listops", sizes=(1000, 100, 100), lengths=(16, 128))
     >>> listops = mgk.data.load("listops", sizes=(1000, 100, 100), lengths=(16, 128))
@@ -6,8 +6,8 @@
     >>> for batch in mgk.data.stream(batches, start=0, stop=100, workers=2):
     ...     batch["tokens"], batch["mask"], batch["label"]
 
-Every set has the splits train, dev and test. `load` takes the options the set was prepared with: a set prepared with
-other options is another set, in a folder of its own, and neither overwrites the other.
+Every set has the splits train, dev and test. `load` takes the options that the set was prepared with: each combination
+of options is a set of its own, in a separate folder.
 """
 
 from mgk.data.batches import Batches, Evaluation, evaluation, stream

@@ -1,11 +1,10 @@
-"""Long texts for language models: WikiText, plain articles at word level, enwik8 at byte level."""
+"""Texts for language models: WikiText and plain articles at word level, enwik8 at byte level."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 import numpy as np
 
@@ -14,25 +13,19 @@ from mgk.data.splits import Array, Stream
 from mgk.data.store import Built, DataError
 
 END, UNKNOWN = "<eos>", "<unk>"
-PIECE = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")  # a word, with its apostrophes, or one sign
+PIECE = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")  # a word, with its apostrophes, or one symbol
 
 Lines = Iterator[list[str]]
 
 
-def build_wikitext_103(source: Source) -> Built:
-    return _wikitext(source, "wikitext-103")
-
-
-def build_wikitext_2(source: Source) -> Built:
-    return _wikitext(source, "wikitext-2")
-
-
-def _wikitext(source: Source, name: str) -> Built:
-    """Words are what stands between spaces, every line ends with <eos>, the vocabulary is that of the training text."""
+def build_wikitext(source: Source) -> Built:
+    """Split words at spaces, end every line with <eos>, and take the vocabulary from the training text."""
 
     def lines(file: str) -> Lines:
         if source.hub:
-            rows = source.hub_rows("Salesforce/wikitext", f"{name}-v1", split=file.replace("valid", "validation"))
+            rows = source.hub_rows(
+                "Salesforce/wikitext", f"{source.name}-v1", split=file.replace("valid", "validation")
+            )
             yield from (row["text"].split() for row in rows)
         else:
             with source.text(source.require(f"wiki.{file}.tokens")) as text:
@@ -42,12 +35,12 @@ def _wikitext(source: Source, name: str) -> Built:
 
 
 def build_articles(source: Source, *, held_out: int = 60, min_count: int = 3, max_vocabulary: int = 267_735) -> Built:
-    """JSON lines with a field `text`. The last `held_out` articles are the test set, those before them the dev set.
+    """Read JSON lines with a field `text`. The last `held_out` articles are the test set, the ones before the dev set.
 
-    Words and signs are separate tokens, case is kept, and a line that is not empty ends with <eos>. Words seen less
-    than `min_count` times in the training part are <unk>, as in WikiText.
+    Words and symbols are separate tokens, case is kept, and a line that is not empty ends with <eos>. Words that occur
+    fewer than `min_count` times in the training part are <unk>, as in WikiText.
     """
-    named = source.given is not None and source.given.is_file()  # else other sets may have theirs beside it
+    named = source.given is not None and source.given.is_file()  # a folder may hold JSON lines of other sets
     path = source.find("*.jsonl" if named else "articles.jsonl", "enwiki*.jsonl") or source.missing("articles.jsonl")
     try:
         articles = [row["text"] for row in source.json_lines(path)]
@@ -76,7 +69,7 @@ def word_level(
     min_count: int = 1,
     max_vocabulary: int | None = None,
 ) -> Built:
-    """Numbers for words: <eos>, <unk>, then those of the training text, frequent ones first, for adaptive softmax."""
+    """Number the words: <eos>, <unk>, then those of the training text, frequent ones first, for adaptive softmax."""
     if max_vocabulary is not None and max_vocabulary < 3:
         raise DataError(f"max_vocabulary: expected at least 3, got {max_vocabulary}")
     counts: Counter[str] = Counter()
@@ -91,20 +84,16 @@ def word_level(
     return Built({split: Stream(encode(lines(), words)) for split, lines in streams.items()}, facts, words)
 
 
-class _Numbers(dict[str, int]):
-    def __missing__(self, word: str) -> int:
-        return self[UNKNOWN]
-
-
 def encode(lines: Lines, words: list[str]) -> Array:
-    """Every line's words and an <eos>."""
-    number = _Numbers({word: index for index, word in enumerate(words)})
+    """Return the token ids of all lines, each followed by <eos>."""
+    number = {word: index for index, word in enumerate(words)}
     dtype = np.uint16 if len(words) <= 1 << 16 else np.int32
-    return np.fromiter(chain.from_iterable(chain(map(number.__getitem__, line), (0,)) for line in lines), dtype)
+    unknown = number[UNKNOWN]
+    return np.fromiter((number.get(word, unknown) for line in lines for word in (*line, END)), dtype)
 
 
 def build_enwik8(source: Source) -> Built:
-    """Bytes as they are; the last twentieth is the test set, the one before it the dev set."""
+    """Use the bytes as tokens; the last twentieth is the test set, the one before it the dev set."""
     with source.open(source.require("enwik8")) as file:
         content = np.frombuffer(file.read(), np.uint8)
     cut = len(content) // 20

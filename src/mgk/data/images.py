@@ -20,10 +20,14 @@ from mgk.data.splits import Array, Images, Sequences
 from mgk.data.store import Built, DataError
 from mgk.data.text import hold_out
 
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 CIFAR_FILE = r"(data_batch_\d|test_batch)(\.bin)?$"
-ARRAY_PARTS = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}  # of a pickle
-GREY = np.array([0.2989, 0.5870, 0.1140])  # as TensorFlow, which LRA used
+ARRAY_PARTS = {
+    "ndarray": np.ndarray,
+    "dtype": np.dtype,
+    "_reconstruct": np.empty(0).__reduce__()[0],
+}  # what the pickle of an array refers to
+GREY = np.array([0.2989, 0.5870, 0.1140])  # TensorFlow's weights, which LRA used
 
 Labelled = tuple[Array, Array]
 
@@ -43,16 +47,16 @@ def build_cifar10(source: Source, *, held_out: int = 5_000) -> Built:
 
 
 def build_lra_image(source: Source, *, held_out: int = 5_000) -> Built:
-    """Grey pixels, row by row, as tokens: pixel + 1, as 0 is padding."""
+    """Use the grey pixels, row by row, as tokens: pixel + 1, as 0 is padding."""
     (pixels, labels), (test_pixels, test_labels) = _cifar(source)
     train, test = _pixel_rows(pixels, labels), _pixel_rows(test_pixels, test_labels)
-    kept, dev = hold_out(len(train), _check_held_out(held_out, len(train)))
+    kept, dev = hold_out(len(train), held_out)
     facts = {"vocabulary": 257, "classes": 10, "shift": 1}
     return Built({"train": train.select(kept), "dev": train.select(dev), "test": test}, facts)
 
 
 def _images(train: Labelled, test: Labelled, held_out: int) -> Built:
-    kept, dev = hold_out(len(train[0]), _check_held_out(held_out, len(train[0])))
+    kept, dev = hold_out(len(train[0]), held_out)
     chosen = train[0][kept].reshape(-1, train[0].shape[-1])
     mean, std = (tuple((part / 255).tolist()) for part in (chosen.mean(0), chosen.std(0)))
     return Built(
@@ -65,20 +69,14 @@ def _images(train: Labelled, test: Labelled, held_out: int) -> Built:
     )
 
 
-def _check_held_out(held_out: int, count: int) -> int:
-    if not 0 < held_out < count:
-        raise DataError(f"held_out: expected 1 to {count - 1} of the {count} training images, got {held_out}")
-    return held_out
-
-
 def _pixel_rows(pixels: Array, labels: Array) -> Sequences:
-    grey = (pixels @ GREY / 255 * 255.5).astype(np.uint8)  # TensorFlow's conversion to whole numbers
+    grey = (pixels @ GREY / 255 * 255.5).astype(np.uint8)  # TensorFlow's conversion to integers
     offsets = np.arange(len(grey) + 1, dtype=np.int64) * grey[0].size
     return Sequences(grey.reshape(-1), offsets, shift=1, labels=labels)
 
 
 def _idx(source: Source, name: str) -> Array:
-    """The format of MNIST: two zeros, 8 for bytes, the number of dimensions, then each as a big-endian number."""
+    """Read the format of MNIST: two zeros, 8 for bytes, the number of dimensions, then their sizes, big-endian."""
     path = source.require(name)
     with source.open(path) as file:
         content = file.read()
@@ -87,13 +85,13 @@ def _idx(source: Source, name: str) -> Array:
     body = np.frombuffer(content[start:], np.uint8)
     if not shape or len(body) != math.prod(shape):
         raise DataError(
-            f"{path}: expected an idx file of bytes, got {len(content)} bytes of something else; {source.advice}"
+            f"{path}: expected an idx file of bytes, got {len(content)} bytes in another format; {source.advice}"
         )
     return body.reshape(shape)
 
 
 def _cifar(source: Source) -> tuple[Labelled, Labelled]:
-    """Training and test images (n,32,32,3) from the archive or its folder, the Python or the binary version."""
+    """Read training and test images (n,32,32,3) from the archive or its folder, in the Python or binary version."""
     path = source.find("cifar-10-batches-py", "cifar-10-batches-bin", folder=True) or source.find(
         "cifar-10-python.tar", "cifar-10-binary.tar"
     )
@@ -130,11 +128,11 @@ def _channels_last(rows: Array) -> Array:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Plain values and NumPy arrays: a pickle can name any function to call, and these are all that this one may."""
+    """Unpickle plain values and NumPy arrays only: a pickle could otherwise call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2
             return codecs.encode
         if module.split(".")[0] == "numpy" and name in ARRAY_PARTS:
             return ARRAY_PARTS[name]
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not an array")

@@ -1,4 +1,4 @@
-"""The sets by name: what each is, where to get it, how it is prepared."""
+"""The data sets by name: what each contains, where to get it, and how to prepare it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mgk.ops.arguments import describe as describe_value
 
 @dataclass(frozen=True)
 class Description:
-    """A set that can be prepared."""
+    """A data set that can be prepared."""
 
     name: str
     summary: str
@@ -28,17 +28,18 @@ class Description:
     """Where to get the raw files."""
     build: Callable[..., Built]
     folders: tuple[str, ...] = ()
-    """Names of the folder in which the raw files usually lie."""
+    """Usual names of the folder with the raw files."""
     version: int = 1
-    """Of the preparation: raise it when the arrays change."""
+    """Version of the preparation: increase it when the arrays change."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `prepare` and `load` take for this set, and the defaults."""
+        """Options of `prepare` and `load` for this set, with their defaults."""
         parameters = inspect.signature(self.build).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | {"limit": None}
 
     def command(self, options: dict[str, Any], source: str = "") -> str:
+        """Return the command line that prepares the set."""
         given = [f"--{name.replace('_', '-')} {_typed(value)}" for name, value in options.items()]
         return " ".join(["mgk data prepare", self.name, *given, *([source] if source else [])])
 
@@ -77,7 +78,7 @@ SETS = {
         ),
         Description(
             "aan-rebuilt",
-            "Pairs of ACL Anthology papers as bytes, 2 classes; made from papers and citations, no paper in two splits",
+            "Pairs of ACL Anthology papers as bytes, 2 classes; from papers and citations, no paper in two splits",
             "put papers.jsonl (id, text) and citations.tsv (citing, cited) in one folder",
             text.build_aan_rebuilt,
             ("aan-rebuilt", "aan"),
@@ -86,14 +87,14 @@ SETS = {
             "wikitext-103",
             "WikiText-103: words of good Wikipedia articles, vocabulary 267,735",
             _WIKITEXT.format("wikitext-103-v1.zip"),
-            corpora.build_wikitext_103,
+            corpora.build_wikitext,
             ("wikitext-103",),
         ),
         Description(
             "wikitext-2",
-            "WikiText-2: the small one, vocabulary 33,278",
+            "WikiText-2: a smaller set of the same kind, vocabulary 33,278",
             _WIKITEXT.format("wikitext-2-v1.zip"),
-            corpora.build_wikitext_2,
+            corpora.build_wikitext,
             ("wikitext-2",),
         ),
         Description(
@@ -133,21 +134,26 @@ SETS = {
 
 
 def names() -> tuple[str, ...]:
+    """Return the names of all sets."""
     return tuple(SETS)
 
 
 def describe(name: str) -> Description:
+    """Return the description of a set."""
     if name not in SETS:
         raise DataError(f"name: expected one of {', '.join(SETS)}, got {describe_value(name)}")
     return SETS[name]
 
 
 def prepare(name: str, *, source: str | Path | None = None, root: str | Path | None = None, **options: Any) -> Path:
-    """Make the set ready, once: a sound one with the same options is kept; a source that is named is read again.
+    """Prepare a set and return its folder. An intact set with the same options is kept unless a source is given.
 
-    `source` is the folder or file with the raw files, or "hub"; without it they are looked for in $MGK_RAW and
-    `<root>/raw`. `limit` keeps so many examples (or tokens of a text) of each split, evenly spread; the other options
-    are those of `describe(name).options`.
+    Args:
+        name: see `names()`.
+        source: folder or file with the raw files, or "hub"; by default they are searched in $MGK_RAW and `<root>/raw`.
+        root: folder of the prepared sets; None is `mgk.data.root()`.
+        options: see `describe(name).options`. `limit` is a maximum number of examples (or tokens of a text) per split,
+            evenly spread.
     """
     what, chosen = describe(name), _chosen(name, options)
     folder, command = _folder(name, root, chosen), what.command(chosen)
@@ -157,7 +163,7 @@ def prepare(name: str, *, source: str | Path | None = None, root: str | Path | N
                 if _current(store.read(folder, command, verify=True), what):
                     return folder
             except DataError:
-                pass  # absent or damaged: it is made anew
+                pass  # missing or damaged: prepare it
         advice = f"{what.origin}; then type: {what.command(chosen, '--source PATH')}"
         given = Path(source).expanduser() if source is not None else None
         raw = Source(name, given, folder.parent, what.folders, advice)
@@ -178,13 +184,13 @@ def prepare(name: str, *, source: str | Path | None = None, root: str | Path | N
 
 
 def load(name: str, *, root: str | Path | None = None, verify: bool = False, **options: Any) -> Prepared:
-    """The set prepared with these options. Sizes of files are checked, and their sums too with `verify`."""
+    """Open the set prepared with these options and check its file sizes; with `verify`, also the checksums."""
     what, chosen = describe(name), _chosen(name, options)
     folder, command = _folder(name, root, chosen), what.command(chosen)
     found = store.read(folder, command, verify=verify)
     if not _current(found, what):
         raise DataError(
-            f"{folder} comes from version {found.manifest.get('version')} of its preparation, the present one is "
+            f"{folder} was prepared by version {found.manifest.get('version')} of its preparation, the current one is "
             f"{what.version}; type: {command}"
         )
     return found
@@ -195,7 +201,7 @@ def _current(found: Prepared, what: Description) -> bool:
 
 
 def _chosen(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that differ from the defaults, in the order of the defaults, each of its default's type."""
+    """Check options against the types of the defaults; return those that differ, in the order of the defaults."""
     defaults = describe(name).options
     for option in options:
         if option not in defaults:
@@ -225,7 +231,7 @@ def _alike(value: object, default: object) -> bool:
 
 
 def _folder(name: str, root: str | Path | None, chosen: dict[str, Any]) -> Path:
-    """A set with other options is another set, and has a folder of its own."""
+    """Return the folder of a set; each combination of options has its own."""
     base = Path(root).expanduser() if root is not None else store.root()
     if not chosen:
         return base / name

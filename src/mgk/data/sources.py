@@ -1,4 +1,4 @@
-"""Where the raw files of a set are, and how they are read: plain or compressed, from folders or archives."""
+"""Find and read the raw files of a set: plain or compressed, in folders or archives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from mgk.data.store import DataError, sha256
+from mgk.data.store import DataError
+from mgk.files import checksum
 
 COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zip")
 DAMAGED = (
@@ -32,10 +33,10 @@ DAMAGED = (
 
 
 class Source:
-    """The raw files of one set: looked for in some folders, opened whatever their compression, and remembered.
+    """The raw files of one set. Opens compressed files, and records the checksum of each file that is read.
 
-    `given` is what the user named, a folder or a file. Without it: $MGK_RAW and `<root>/raw`. In each of them the files
-    may lie directly or in one of `folders`, the names under which the set is usually unpacked.
+    `given` is the folder or file that the user named; by default $MGK_RAW and `<root>/raw` are searched. In each of
+    them the files may be directly inside or in one of `folders`, the usual names of the unpacked set.
     """
 
     def __init__(self, name: str, given: Path | None, root: Path, folders: tuple[str, ...], advice: str) -> None:
@@ -47,11 +48,11 @@ class Source:
         starts = [Path(environment).expanduser()] if environment else []
         starts = [given] if given is not None else [*starts, root / "raw"]
         self.places = [place for start in starts for place in (*(start / f for f in folders), start) if place.exists()]
-        self.looked = ", ".join(map(str, starts))
+        self.searched = ", ".join(map(str, starts))
         self.used: dict[str, dict[str, Any]] = {}
 
     def find(self, *patterns: str, folder: bool = False) -> Path | None:
-        """The first file (or folder) that fits one of the patterns, also with the ending of a compressed file."""
+        """Return the first file (or folder) that matches a pattern, also with the suffix of a compressed file."""
         for place in self.places:
             for pattern in (f"{pattern}{ending}" for pattern in patterns for ending in COMPRESSED):
                 found = [place] if place.is_file() and place.match(pattern) else sorted(place.glob(pattern))
@@ -61,18 +62,18 @@ class Source:
         return None
 
     def place(self, inside: str) -> Path | None:
-        """The first folder that has `inside`: where the user named the unpacked folder itself."""
+        """Return the first searched folder that contains `inside`, for users who name the unpacked folder itself."""
         return next((place for place in self.places if (place / inside).exists()), None)
 
     def require(self, pattern: str) -> Path:
         return self.find(pattern) or self.missing(pattern)
 
     def missing(self, what: str) -> NoReturn:
-        raise DataError(f"{self.name}: no {what} in {self.looked}; {self.advice}")
+        raise DataError(f"{self.name}: no {what} in {self.searched}; {self.advice}")
 
     def open(self, path: Path) -> IO[bytes]:
-        """The file's content, decompressed; it becomes part of what the manifest says the set was made from."""
-        self.used[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        """Open a file, decompressed, and record its checksum for the manifest."""
+        self.used[path.name] = checksum(path)
         if path.suffix == ".zip":
             archive = zipfile.ZipFile(path)
             return archive.open(archive.namelist()[0])
@@ -91,7 +92,7 @@ class Source:
                     raise DataError(f"{path}, line {number}: expected one JSON object; {self.advice}") from None
 
     def hub_rows(self, *names: str, split: str) -> Iterable[dict[str, Any]]:
-        """A split of a set on the Hugging Face hub."""
+        """Return a split of a set on the Hugging Face hub."""
         try:
             import datasets  # type: ignore[import-not-found]
         except ImportError:
@@ -101,10 +102,10 @@ class Source:
         return rows  # type: ignore[no-any-return]
 
     def members(self, path: Path, keep: str) -> Iterator[tuple[str, bytes]]:
-        """Path and content of the files in a folder or tar archive whose path matches the pattern `keep`."""
+        """Yield path and content of the files in a folder or tar archive whose path matches the pattern `keep`."""
         wanted = re.compile(keep)
         if path.is_file():
-            self.used[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            self.used[path.name] = checksum(path)
             with tarfile.open(path) as archive:
                 for member in archive:
                     if wanted.search(member.name) and (file := archive.extractfile(member)) is not None:

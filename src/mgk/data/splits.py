@@ -1,11 +1,12 @@
-"""What a prepared set holds, one class per kind of example, and how examples become a batch.
+"""The splits of a prepared set, one class per kind of example, and how they make batches.
 
-n examples, B examples of a batch, N tokens of a row, T tokens in all or of a packed batch; H, W, C height, width and
-channels of an image.
+n examples, B examples of a batch, N tokens of a row, T tokens of all rows or of a packed batch; H, W, C height, width
+and channels of an image.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -20,15 +21,25 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples in arrays. A memory-mapped array is pickled as its path, so that a worker maps it and copies nothing."""
+    """Examples in arrays. A memory-mapped array is pickled as its path, so that a worker process maps the same file."""
 
     def __getstate__(self) -> dict[str, Any]:
         state = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: _Mapped(value.filename) if _is_whole_file(value) else value for name, value in state.items()}
+        return {name: _Mapped(value.filename) if _is_full_file(value) else value for name, value in state.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             object.__setattr__(self, name, value.open() if isinstance(value, _Mapped) else value)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays to store, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+    @classmethod
+    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
+        """Build a split from its arrays and, for the other fields, the facts in the manifest."""
+        return cls(**arrays, **{each.name: facts[each.name] for each in fields(cls) if each.name not in arrays})
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,7 @@ class _Mapped:
         return np.load(self.path, mmap_mode="r")  # type: ignore[no-any-return]
 
 
-def _is_whole_file(value: object) -> bool:  # a slice has another array as its base
+def _is_full_file(value: object) -> bool:  # the base of a slice is another array
     return isinstance(value, np.memmap) and not isinstance(value.base, np.ndarray)
 
 
@@ -48,11 +59,11 @@ class Documents(Split):
     """Token rows of different lengths: row i is `tokens[offsets[i] : offsets[i + 1]] + shift`; 0 is padding."""
 
     tokens: Array
-    """(T,), one row after the other."""
+    """(T,), all rows, concatenated."""
     offsets: Array
     """(n + 1,)"""
     shift: int = 0
-    """1 where every byte may occur (text, pixels), so that 0 stays free for padding."""
+    """1 if every byte may occur (text, pixels), so that 0 is free for padding."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -66,10 +77,10 @@ class Documents(Split):
         return self.tokens[self.offsets[index] : self.offsets[index + 1]].astype(np.int64) + self.shift
 
     def padded(self, indices: Array, length: int, pack: int = 0) -> tuple[Tensor, Tensor]:
-        """Tokens and mask, (B,N) with N = `length`; longer rows are cut.
+        """Return tokens and mask, (B,N) with N = `length`; longer rows are cut.
 
-        With `pack` the tokens are (T,), row after row without padding, but for zeros at the end that make T a multiple
-        of `pack`, if that is less than B N.
+        With `pack` the tokens are (T,), all rows concatenated without padding. Zeros at the end make T a multiple of
+        `pack`, or B N if that is less.
         """
         starts = self.offsets[indices]
         kept = np.minimum(self.offsets[indices + 1] - starts, length)
@@ -85,7 +96,7 @@ class Documents(Split):
         return torch.from_numpy(tokens), torch.from_numpy(mask)
 
     def rows(self, indices: Array) -> tuple[Array, Array]:
-        """The tokens and offsets of some rows."""
+        """Return the tokens and offsets of some rows."""
         offsets = np.concatenate([[0], np.cumsum(self.lengths[indices])])
         parts = [self.tokens[self.offsets[i] : self.offsets[i + 1]] for i in indices]
         return np.concatenate([self.tokens[:0], *parts]), offsets
@@ -93,7 +104,7 @@ class Documents(Split):
 
 @dataclass(frozen=True, eq=False)
 class Sequences(Documents):
-    """Token rows with a label each."""
+    """Labelled token rows."""
 
     labels: Array = field(kw_only=True)
     """(n,)"""
@@ -106,21 +117,20 @@ class Sequences(Documents):
     def select(self, indices: Array) -> Sequences:
         return Sequences(*self.rows(indices), shift=self.shift, labels=self.labels[indices])
 
-    def arrays(self) -> dict[str, Array]:
-        return {"tokens": self.tokens, "offsets": self.offsets, "labels": self.labels}
-
     @classmethod
-    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
-        return cls(**arrays, shift=facts["shift"])
+    def from_bytes(cls, examples: Sequence[tuple[bytes, int]], shift: int = 0) -> Self:
+        """Build from (tokens, label) pairs, with a byte per token."""
+        contents, labels = zip(*examples, strict=True) if examples else ((), ())
+        return cls(*concatenate(contents), shift, labels=np.array(labels, np.uint8))
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs(Split):
-    """Pairs of documents with a label each; a document that is in several pairs is stored once."""
+    """Labelled pairs of documents. A document that occurs in several pairs is stored once."""
 
     documents: Documents
     pairs: Array
-    """(n, 2): which documents."""
+    """(n, 2), indices of documents."""
     labels: Array
     """(n,)"""
 
@@ -129,7 +139,7 @@ class Pairs(Split):
 
     @property
     def lengths(self) -> Array:
-        """(n,): of the longer document, which is what a pair costs."""
+        """(n,), of the longer document, which determines the cost of a pair."""
         return self.documents.lengths[self.pairs].max(1)  # type: ignore[no-any-return]
 
     def batch(self, indices: Array, length: int, pack: int = 0) -> Batch:
@@ -145,8 +155,7 @@ class Pairs(Split):
         return Pairs(documents, pairs.reshape(-1, 2).astype(self.pairs.dtype), self.labels[indices])
 
     def arrays(self) -> dict[str, Array]:
-        documents = {"tokens": self.documents.tokens, "offsets": self.documents.offsets}
-        return documents | {"pairs": self.pairs, "labels": self.labels}
+        return self.documents.arrays() | super().arrays()
 
     @classmethod
     def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
@@ -156,15 +165,15 @@ class Pairs(Split):
 
 @dataclass(frozen=True, eq=False)
 class Images(Split):
-    """Images with a label each. A batch is normalised with the mean and deviation of the training set."""
+    """Labelled images. A batch is normalised with the mean and standard deviation of the training set."""
 
     pixels: Array
     """uint8 (n,H,W,C)"""
     labels: Array
     """(n,)"""
-    mean: tuple[float, ...]
+    mean: Sequence[float]
     """(C,), on the scale 0 to 1."""
-    std: tuple[float, ...]
+    std: Sequence[float]
     """(C,)"""
 
     def __len__(self) -> int:
@@ -172,7 +181,7 @@ class Images(Split):
 
     @property
     def lengths(self) -> Array:
-        """(n,): all cost the same."""
+        """(n,), all equal."""
         return np.full(len(self), int(np.prod(self.pixels.shape[1:3])))
 
     def batch(self, indices: Array, length: int) -> Batch:
@@ -184,13 +193,6 @@ class Images(Split):
 
     def select(self, indices: Array) -> Images:
         return Images(self.pixels[indices], self.labels[indices], self.mean, self.std)
-
-    def arrays(self) -> dict[str, Array]:
-        return {"pixels": self.pixels, "labels": self.labels}
-
-    @classmethod
-    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
-        return cls(**arrays, mean=tuple(facts["mean"]), std=tuple(facts["std"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,20 +206,13 @@ class Stream(Split):
         return len(self.tokens)
 
     def batch(self, starts: Array, length: int) -> Batch:
-        """tokens (B,N) from each start on, target (B,N): the token after each."""
+        """tokens (B,N) from each start, target (B,N): the next token of each"""
         rows = np.stack([self.tokens[start : start + length + 1] for start in starts]).astype(np.int64)
         return {"tokens": torch.from_numpy(rows[:, :-1].copy()), "target": torch.from_numpy(rows[:, 1:].copy())}
 
     def select(self, indices: Array) -> Stream:
-        """The first tokens, as many as there are indices: a text is cut, not thinned."""
+        """Return the first tokens, as many as there are indices: a text is cut, not thinned out."""
         return Stream(self.tokens[: len(indices)])
-
-    def arrays(self) -> dict[str, Array]:
-        return {"tokens": self.tokens}
-
-    @classmethod
-    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
-        return cls(**arrays)
 
 
 Examples = Sequences | Pairs | Images
@@ -226,14 +221,21 @@ KINDS: dict[str, type[AnySplit]] = {"sequences": Sequences, "pairs": Pairs, "ima
 
 
 def join(first: Sequences, second: Sequences) -> Sequences:
-    """One after the other, in memory."""
+    """Concatenate two splits in memory."""
     tokens = np.concatenate([first.tokens, second.tokens])
     offsets = np.concatenate([first.offsets, second.offsets[1:] + first.offsets[-1]])
     return Sequences(tokens, offsets, first.shift, labels=np.concatenate([first.labels, second.labels]))
 
 
+def concatenate(contents: Iterable[bytes]) -> tuple[Array, Array]:
+    """Return the tokens and offsets of rows given as bytes."""
+    rows = list(contents)
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
+    return np.frombuffer(b"".join(rows), np.uint8), offsets
+
+
 def thinned(split: AnySplit, limit: int | None) -> AnySplit:
-    """At most `limit` examples, evenly spread: sources are often sorted by class."""
+    """Keep at most `limit` examples, evenly spread, since sources are often sorted by class."""
     if limit is None or limit >= len(split):
         return split
     return split.select(np.arange(limit) * len(split) // limit)

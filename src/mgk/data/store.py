@@ -1,26 +1,25 @@
-"""Prepared sets on disk: a folder of arrays and a manifest that says what they are and what their bytes must be.
+"""Prepared sets on disk: a folder of arrays, and a manifest with their meaning and checksums.
 
-A set is written into a folder beside its own, under a lock, and renamed when everything is on disk; the manifest is
-written last. Whatever stops it, a folder with the set's own name is a whole set.
+A set is written to a temporary folder, under a lock, and renamed when everything is on disk. So a folder with the name
+of a set is always a complete set.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mgk.data.splits import KINDS, AnySplit, Sequences, join
+from mgk.files import beside, checksum, new_folder, set_aside, write_text
+from mgk.files import locked as file_lock
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -28,30 +27,30 @@ VOCABULARY = "vocabulary.txt"
 
 
 class DataError(ValueError):
-    """A data set or its source is missing, unfinished or damaged; the message says what to do."""
+    """A data set or its source is missing or damaged; the message says what to do."""
 
 
 def root() -> Path:
-    """Where prepared sets are: $MGK_DATA, or ~/.cache/mgk/data."""
+    """Return the default folder of prepared sets: $MGK_DATA, or ~/.cache/mgk/data."""
     return Path(os.environ.get("MGK_DATA") or "~/.cache/mgk/data").expanduser()
 
 
 @dataclass(frozen=True)
 class Built:
-    """What the preparation of a set makes, before it is on disk."""
+    """A set in memory, before it is written."""
 
     splits: dict[str, AnySplit]
     facts: dict[str, Any]
-    """What a reader must know beside the arrays: vocabulary, classes, shift, mean, std."""
+    """What a reader needs besides the arrays: vocabulary, classes, shift, mean, std."""
     words: list[str] | None = None
-    """The vocabulary in the order of its numbers."""
+    """The vocabulary, in the order of token ids."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """What it was made from: the names, sizes and sums of files."""
+    """Its sources: names, sizes and checksums of files."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A set on disk. Arrays are mapped into memory when a split is asked for, and read as they are used."""
+    """A set on disk. `split` maps its arrays into memory, without reading them."""
 
     path: Path
     manifest: dict[str, Any]
@@ -66,16 +65,16 @@ class Prepared:
 
     @property
     def digest(self) -> str:
-        """One sum over all files: two sets with the same digest hold the same data."""
+        """One checksum over all files: two sets with the same digest hold the same data."""
         return hashlib.sha256(json.dumps(self.manifest["files"], sort_keys=True).encode()).hexdigest()
 
     @property
     def words(self) -> list[str]:
-        """The vocabulary of a word-level text."""
+        """The vocabulary of a word-level text, in the order of token ids."""
         return (self.path / VOCABULARY).read_text(encoding="utf-8").split("\n")[:-1]
 
     def split(self, name: str) -> AnySplit:
-        """train, dev or test; `train+dev` joins two where a protocol has no dev set of its own."""
+        """Return the split train, dev or test; `train+dev` joins two, for protocols without a dev set."""
         first, _, second = name.partition("+")
         if second:
             parts = [part for part in map(self.split, (first, second)) if isinstance(part, Sequences)]
@@ -92,7 +91,10 @@ class Prepared:
 
 
 def read(folder: Path, advice: str, *, verify: bool = False) -> Prepared:
-    """Open a prepared set; `advice` is the command that prepares it. Sizes are always checked, sums with `verify`."""
+    """Open a prepared set and check its file sizes; with `verify`, also the checksums.
+
+    `advice` is the command that prepares it, for error messages.
+    """
     if not folder.is_dir():
         raise DataError(f"{folder.name} is not prepared in {folder.parent}; type: {advice}")
     again = f"type: {advice}"
@@ -109,104 +111,60 @@ def read(folder: Path, advice: str, *, verify: bool = False) -> Prepared:
         if size != expected["bytes"]:
             found = "missing" if size is None else f"{size} bytes"
             raise DataError(f"{path} is damaged: expected {expected['bytes']} bytes, found {found}; {again}")
-        if verify and sha256(path) != expected["sha256"]:
-            raise DataError(f"{path} is damaged: its sum is not the one in {MANIFEST}; {again}")
+        if verify and checksum(path)["sha256"] != expected["sha256"]:
+            raise DataError(f"{path} is damaged: its checksum differs from that in {MANIFEST}; {again}")
     return Prepared(folder, manifest)
 
 
 def write(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
-    """Replace `folder` by the set in one step. Call it inside `locked(folder)`."""
-    unfinished, old = _beside(folder, "partial"), _beside(folder, "old")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a preparation that was killed: nobody else has the lock
+    """Replace `folder` by the set, atomically; the manifest is written last. Call it inside `locked(folder)`."""
     try:
-        _fill(unfinished, built, manifest)
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        unfinished.rename(folder)
-        _sync(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        with new_folder(folder) as unfinished:
+            files: dict[str, dict[str, Any]] = {}
+            for split, examples in built.splits.items():
+                for array, values in examples.arrays().items():
+                    path = unfinished / f"{split}.{array}.npy"
+                    np.save(path, values, allow_pickle=False)
+                    files[path.name] = checksum(path) | {"shape": list(values.shape), "dtype": str(values.dtype)}
+            if built.words is not None:
+                path = unfinished / VOCABULARY
+                path.write_bytes("".join(f"{word}\n" for word in built.words).encode())
+                files[VOCABULARY] = checksum(path)
+            kind = next(kind for kind, cls in KINDS.items() if isinstance(built.splits["train"], cls))
+            content = {
+                "format": FORMAT,
+                **manifest,
+                "kind": kind,
+                "splits": {name: len(split) for name, split in built.splits.items()},
+                "facts": built.facts,
+                "origin": built.origin,
+                "files": files,
+            }
+            write_text(unfinished / MANIFEST, json.dumps(content, indent=2))
     except OSError as error:
         raise _unwritable(folder, error) from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _fill(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
-    """All files of a set, on disk when it returns; the manifest last."""
-    folder.mkdir()
-    files: dict[str, dict[str, Any]] = {}
-    for split, examples in built.splits.items():
-        for array, values in examples.arrays().items():
-            path = folder / f"{split}.{array}.npy"
-            _write(path, partial(np.save, arr=values, allow_pickle=False))
-            files[path.name] = _sums(path) | {"shape": list(values.shape), "dtype": str(values.dtype)}
-    if built.words is not None:
-        text = "".join(f"{word}\n" for word in built.words)
-        _write(folder / VOCABULARY, lambda file: file.write(text.encode()))
-        files[VOCABULARY] = _sums(folder / VOCABULARY)
-    whole = {
-        "format": FORMAT,
-        **manifest,
-        "kind": next(kind for kind, cls in KINDS.items() if isinstance(built.splits["train"], cls)),
-        "splits": {name: len(split) for name, split in built.splits.items()},
-        "facts": built.facts,
-        "origin": built.origin,
-        "files": files,
-    }
-    _write(folder / MANIFEST, lambda file: file.write(json.dumps(whole, indent=2).encode()))
-    _sync(folder)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One preparation of a set at a time; the lock goes with the process that holds it."""
-    lock = _beside(folder, "lock")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    with open(lock) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if not folder.exists() and _beside(folder, "old").exists():  # killed between two renames: the old one is whole
-            _beside(folder, "old").rename(folder)
+    """Hold the lock on a set, so that one process prepares it at a time; restore the set of a killed preparation."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_lock(beside(folder, "lock")))
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        if not folder.exists() and set_aside(folder).exists():
+            set_aside(folder).rename(folder)
         yield
 
 
 def prepared(folder: str | Path | None = None) -> list[Path]:
-    """The folders of all sets prepared under `folder`, or under `root()`."""
+    """Return the folders of all sets prepared under `folder`, by default under `root()`."""
     base = Path(folder).expanduser() if folder is not None else root()
     return sorted(path.parent for path in base.glob(f"[!.]*/{MANIFEST}"))
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _unwritable(folder: Path, error: OSError) -> DataError:
-    return DataError(f"{folder} could not be written ({error.strerror}); make room or set MGK_DATA to another folder")
-
-
-def _sums(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def _beside(folder: Path, what: str) -> Path:
-    return folder.parent / f".{folder.name}.{what}"
-
-
-def _write(path: Path, content: Callable[[Any], object]) -> None:
-    with open(path, "wb") as file:
-        content(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return DataError(
+        f"{folder} could not be written ({error.strerror}); free disk space or set MGK_DATA to another folder"
+    )

@@ -1,6 +1,6 @@
 """Texts as bytes: IMDb reviews (LRA Text) and pairs of ACL Anthology papers (LRA Retrieval).
 
-A byte b is the token b + 1, and 0 is padding. Texts are stored whole; a batch cuts them at its `max_length`.
+A byte b is the token b + 1, and 0 is padding. Texts are stored in full; a batch cuts them at its `max_length`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from mgk.data.sources import Source
-from mgk.data.splits import Array, Documents, Pairs, Sequences
+from mgk.data.splits import Array, Documents, Pairs, Sequences, concatenate
 from mgk.data.store import Built, DataError
 
 FACTS = {"vocabulary": 257, "classes": 2, "shift": 1}
@@ -22,10 +22,10 @@ Example = tuple[bytes, int]
 
 
 def build_imdb(source: Source, *, held_out: int = 2_500, max_length: int | None = None) -> Built:
-    """`held_out` training reviews, drawn once and for all, are the dev set; LRA itself has the test set for one.
+    """Hold out `held_out` training reviews, always the same ones, as the dev set; LRA itself uses the test set.
 
-    The unpacked archive aclImdb, the archive itself, JSON lines (split, label, text), or the hub. Which are held out
-    depends on the order: that of the names in an archive, packed or not, and else that in which reviews come.
+    Reads the unpacked archive aclImdb, the archive itself, JSON lines (split, label, text), or the hub. The choice of
+    held-out reviews depends on their order: by name in an archive, packed or not, otherwise as they come.
     """
     examples: dict[str, list[Example]] = {"train": [], "test": []}
     for split, content, label in _reviews(source):
@@ -33,17 +33,18 @@ def build_imdb(source: Source, *, held_out: int = 2_500, max_length: int | None 
             examples[split].append((content, label))
     if not all(examples.values()):
         source.missing("reviews of both train and test")
-    train, test = (sequences(examples[split], max_length) for split in ("train", "test"))
-    if not 0 < held_out < len(train):
-        raise DataError(
-            f"held_out: expected 1 to {len(train) - 1} of the {len(train)} training reviews, got {held_out}"
-        )
+    train, test = (
+        Sequences.from_bytes([(content[:max_length], label) for content, label in examples[split]], shift=1)
+        for split in ("train", "test")
+    )
     kept, dev = hold_out(len(train), held_out)
     return Built({"train": train.select(kept), "dev": train.select(dev), "test": test}, FACTS)
 
 
 def hold_out(count: int, held_out: int) -> tuple[Array, Array]:
-    """The numbers of the examples that stay and of those that are held out: random, and always the same."""
+    """Return the indices of the examples to keep and of those to hold out: random, but always the same."""
+    if not 0 < held_out < count:
+        raise DataError(f"held_out: expected 1 to {count - 1} of the {count} training examples, got {held_out}")
     order = np.random.default_rng(0).permutation(count)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
@@ -75,12 +76,12 @@ def _reviews(source: Source) -> Iterator[tuple[str, bytes, int]]:
 
 
 def _numbered(member: tuple[str, bytes]) -> list[int | str]:
-    """To sort by name, and numbers in names as numbers."""
+    """Sort key: by name, with numbers in names compared as numbers."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", member[0])]
 
 
 def build_aan(source: Source, *, max_length: int | None = None) -> Built:
-    """LRA's new_aan_pairs.{train,eval,test}.tsv: label, two ids, two texts, which stay as they are, as in LRA."""
+    """Read LRA's new_aan_pairs.{train,eval,test}.tsv: label, two ids, two texts, which stay unchanged, as in LRA."""
     files = {"train": "train", "dev": "eval", "test": "test"}
     return Built(
         {split: _pairs(_lra_pairs(source, f"new_aan_pairs.{file}.tsv"), max_length) for split, file in files.items()},
@@ -90,7 +91,7 @@ def build_aan(source: Source, *, max_length: int | None = None) -> Built:
 
 def _lra_pairs(source: Source, file: str) -> Iterator[tuple[bytes, bytes, int]]:
     path = source.require(file)
-    csv.field_size_limit(1 << 30)  # of a paper
+    csv.field_size_limit(1 << 30)  # a field is a paper
     with source.text(path) as lines:
         for row in csv.reader(lines, delimiter="\t"):
             try:
@@ -98,18 +99,18 @@ def _lra_pairs(source: Source, file: str) -> Iterator[tuple[bytes, bytes, int]]:
                 yield first.encode(), second.encode(), int(float(label))
             except ValueError:
                 raise DataError(
-                    f"{path}: expected label, id, id, text, text with tabs between; {source.advice}"
+                    f"{path}: expected label, id, id, text, text, separated by tabs; {source.advice}"
                 ) from None
 
 
 def build_aan_rebuilt(
     source: Source, *, shares: tuple[float, float] = (0.15, 0.25), seed: int = 0, max_length: int | None = None
 ) -> Built:
-    """A task like LRA's from papers.jsonl and citations.tsv: does one paper cite the other?
+    """Build a task like LRA's from papers.jsonl and citations.tsv: does one paper cite the other?
 
-    Papers, not pairs, are dealt to the splits (`shares`: of dev and test), so that no paper is in two of them;
-    citations between splits are lost. Each citation has a partner of label 0: two papers of its split, neither citing
-    the other.
+    Papers, not pairs, are divided between the splits (`shares`: of dev and test), so that no paper is in two of them;
+    citations between splits are dropped. For each citation there is a pair with label 0: two papers of the split that
+    do not cite each other.
     """
     papers = {row["id"]: row["text"].encode() for row in source.json_lines(source.require("papers.jsonl"))}
     with source.text(source.require("citations.tsv")) as lines:
@@ -129,16 +130,16 @@ def build_aan_rebuilt(
             raise DataError(
                 f"shares: expected at least one citation between papers of {split}, got none; {source.advice}"
             )
-        negative = _strangers(members[split], linked, len(positive), random)
+        negative = _unlinked_pairs(members[split], linked, len(positive), random)
         pairs = [(a, b, 1) for a, b in positive] + [(a, b, 0) for a, b in negative]
         splits[split] = _pairs(((papers[a], papers[b], label) for a, b, label in pairs), max_length)
     return Built(dict(splits), FACTS)
 
 
-def _strangers(
+def _unlinked_pairs(
     ids: list[str], linked: set[tuple[str, str]], count: int, random: np.random.Generator
 ) -> list[tuple[str, str]]:
-    """`count` different pairs of papers that do not cite each other."""
+    """Draw `count` different pairs of papers that do not cite each other."""
     found: dict[tuple[str, str], None] = {}
     possible = len(ids) * (len(ids) - 1) - sum(a in set(ids) and b in set(ids) for a, b in linked)
     while len(found) < min(count, possible):
@@ -148,23 +149,11 @@ def _strangers(
     return list(found)
 
 
-def sequences(examples: list[Example], max_length: int | None) -> Sequences:
-    tokens, offsets = _flat((content for content, _ in examples), max_length)
-    return Sequences(tokens, offsets, shift=1, labels=np.array([label for _, label in examples], np.uint8))
-
-
 def _pairs(rows: Iterable[tuple[bytes, bytes, int]], max_length: int | None) -> Pairs:
-    number: dict[bytes, int] = {}  # of each different text
+    number: dict[bytes, int] = {}  # index of each different text
     pairs, labels = [], []
     for first, second, label in rows:
         pairs.append([number.setdefault(content[:max_length], len(number)) for content in (first, second)])
         labels.append(label)
-    documents = Documents(*_flat(number, None), shift=1)
+    documents = Documents(*concatenate(number), shift=1)
     return Pairs(documents, np.array(pairs, np.int32).reshape(-1, 2), np.array(labels, np.uint8))
-
-
-def _flat(contents: Iterable[bytes], max_length: int | None) -> tuple[Array, Array]:
-    cut = [content[:max_length] for content in contents]
-    return np.frombuffer(b"".join(cut), np.uint8), np.concatenate(
-        [[0], np.cumsum([len(c) for c in cut], dtype=np.int64)]
-    )

@@ -113,7 +113,7 @@ def texts_of_run(
 
     def some(count: int) -> Iterator[Batch]:
         for step in range(settings.steps, settings.steps + count):  # what comes after the run's own batches
-            yield named(source.training_batch(step))
+            yield named(source.batches[step])
 
     def calibration() -> Iterator[Batch]:
         left = windows

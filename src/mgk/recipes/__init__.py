@@ -1,4 +1,4 @@
-"""The experiments of the paper, and a few beside them, each a function that returns a configuration.
+"""Recipes: configurations for the experiments of the paper and a few others; and comparisons of attentions.
 
 >>> config = mgk.recipes.recipe("lra-text")
 >>> config = mgk.train.replace(config, model__attention="softmax", model__heads=8, seed=1)

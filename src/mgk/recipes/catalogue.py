@@ -1,5 +1,5 @@
-"""Recipes. The settings are those of the paper; where its way of measuring is not sound, the default is, and
-`paper=True` is the paper's.
+"""Recipes with the settings of the paper. Where the paper's evaluation is unsound, the default differs from it;
+`paper=True` restores it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def lra_listops() -> Config:
 
 
 def lra_text() -> Config:
-    """LRA Text: IMDb reviews, byte by byte, good or bad; 2,500 of the training reviews choose the checkpoint."""
+    """LRA Text: IMDb reviews as bytes, positive or negative; 2,500 training reviews select the checkpoint."""
     return Config(
         "lra-text",
         ClassifierConfig(vocabulary=512, max_length=4000, classes=2),
@@ -36,7 +36,7 @@ def lra_text() -> Config:
 
 
 def lra_retrieval() -> Config:
-    """LRA Retrieval: whether one ACL paper cites another, byte by byte; --data.name aan-rebuilt for rebuilt pairs."""
+    """LRA Retrieval: whether one ACL paper cites another, as bytes; --data.name aan-rebuilt for rebuilt pairs."""
     return Config(
         "lra-retrieval",
         MatcherConfig(vocabulary=512, max_length=4000, classes=2),
@@ -73,7 +73,7 @@ def wikitext103() -> Config:
 
 
 def wikitext2() -> Config:
-    """WikiText-2: the model of wikitext103 on two million words; not in the paper."""
+    """WikiText-2: the model of wikitext103 on two million words (not in the paper)."""
     return replace(
         wikitext103(),
         recipe="wikitext2",
@@ -88,12 +88,12 @@ def wikitext2() -> Config:
 
 
 def enwiki() -> Config:
-    """Long Wikipedia articles: the model of wikitext103 where its training text is not at hand; not comparable."""
+    """Long Wikipedia articles: the model of wikitext103, if WikiText-103 is not available; not comparable."""
     return replace(wikitext103(), recipe="enwiki", data__name="enwiki", steps=100_000)
 
 
 def enwik8() -> Config:
-    """Bytes of Wikipedia: 8 layers, a plain softmax; not in the paper."""
+    """Bytes of Wikipedia: 8 layers, a plain softmax (not in the paper)."""
     return Config(
         "enwik8",
         LanguageModelConfig(heads=4, layers=8, hidden=512, vocabulary=256, cutoffs=()),
@@ -106,7 +106,7 @@ def enwik8() -> Config:
 
 
 def fashion_mnist() -> Config:
-    """Fashion-MNIST: a small vision transformer on 49 patches; the paper's named future work."""
+    """Fashion-MNIST: a small vision transformer on 49 patches, which the paper names as future work."""
     return Config(
         "fashion-mnist",
         VisionConfig(heads=2, layers=4, image_size=28, channels=1, attention_dropout=0.0),
@@ -129,26 +129,16 @@ def cifar10() -> Config:
     )
 
 
-_ALL = (
-    lra_listops,
-    lra_text,
-    lra_retrieval,
-    lra_image,
-    wikitext103,
-    wikitext2,
-    enwiki,
-    enwik8,
-    fashion_mnist,
-    cifar10,
-)
-RECIPES: dict[str, Callable[[], Config]] = {function.__name__.replace("_", "-"): function for function in _ALL}
+_LRA = (lra_listops, lra_text, lra_retrieval, lra_image)
+_OTHERS = (wikitext103, wikitext2, enwiki, enwik8, fashion_mnist, cifar10)
+RECIPES: dict[str, Callable[[], Config]] = {f.__name__.replace("_", "-"): f for f in (*_LRA, *_OTHERS)}
 
 
 def recipe(name: str, *, paper: bool = False) -> Config:
-    """The configuration of a recipe.
+    """Return the configuration of a recipe.
 
-    With `paper` as the authors' code has it where that differs from sound practice: mean pooling divides by the padded
-    length, batches are drawn regardless of length, and the text task's checkpoint is chosen on its test set.
+    `paper` follows the authors' code where it differs from sound practice: mean pooling divides by the padded length,
+    batches are drawn regardless of length, and the checkpoint of the text task is selected on its test set.
     """
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, 1)
@@ -158,11 +148,11 @@ def recipe(name: str, *, paper: bool = False) -> Config:
     if not paper:
         return config
     if not name.startswith("lra-"):
-        raise ValueError(f"paper: expected a recipe of the Long Range Arena; {name} has one way only")
+        raise ValueError(f"paper: expected a recipe of the Long Range Arena, got {name}")
     config = replace(config, model__pooling="padded", data__bucket=False)
     return replace(config, data__train="train+dev", data__valid="test") if name == "lra-text" else config
 
 
 def describe(name: str) -> str:
-    """One line about a recipe."""
+    """Return one line about a recipe."""
     return " ".join((RECIPES[name].__doc__ or "").split())

@@ -4,6 +4,10 @@
 >>> train.train(recipes.recipe("lra-listops"), "runs/listops")
 """
 
+from mgk.environment import require
+
+require("mgk.train", "lightning-fabric", "safetensors")
+
 from mgk.train.checkpoint import CheckpointError
 from mgk.train.config import Config, DataConfig, OptimiserConfig, replace
 from mgk.train.engine import Result, TrainingError, train

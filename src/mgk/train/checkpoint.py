@@ -1,18 +1,17 @@
 """Checkpoints that survive a crash at any moment.
 
-    RUN/checkpoints/step-00000500/model.safetensors   the weights, for anyone
-                                  state.pt            optimiser and running sums, to continue
-                                  checkpoint.json     step, scores, and the sums of the other two
+    RUN/checkpoints/step-00000500/model.safetensors   the weights
+                                  state.pt            optimiser state and running sums, to resume
+                                  checkpoint.json     step, scores, and the checksums of the other two
     RUN/last -> checkpoints/step-...                  the newest
     RUN/best -> checkpoints/step-...                  the best on the validation split
 
-A folder is filled under another name, flushed and renamed; then the links are moved, each in one step; then what no
-link points to is removed. So `last` always leads to a whole checkpoint.
+A folder is written under a temporary name, flushed and renamed. Then the links are replaced atomically, and folders
+without a link are removed. So `last` always points to a complete checkpoint.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mgk.files import new_folder, point, write_json
+from mgk.files import checksum, new_folder, point, write_json
 
 FILES = ("model.safetensors", "state.pt")
-TORCH_DISK = ("inline_container", "iostream error")  # in what torch.save says where it cannot write
+TORCH_DISK = ("inline_container", "iostream error")  # parts of the message of torch.save if it cannot write
 
 
 class CheckpointError(ValueError):
@@ -36,52 +35,54 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run is at one step."""
+    """The state of a run at one step."""
 
     step: int
     weights: dict[str, Tensor]
     state: dict[str, Any]
-    """What `torch.load(weights_only=True)` may read: tensors, numbers, strings, lists and dictionaries."""
+    """Values that `torch.load(weights_only=True)` can read: tensors, numbers, strings, lists and dictionaries."""
     facts: dict[str, Any]
-    """What people read: scores, the step they are of."""
+    """Values for readers: scores and their step."""
 
 
 def save(run: Path, checkpoint: Checkpoint, *, best: bool) -> None:
-    """Write a checkpoint, make it the last (and the best), and remove what is neither."""
+    """Write a checkpoint, make it the last (and the best), and remove those that are neither."""
     folder = run / "checkpoints" / f"step-{checkpoint.step:08d}"
     try:
-        if not whole(folder):
+        if not complete(folder):
             with new_folder(folder) as temporary:
                 save_file(unique(checkpoint.weights), temporary / FILES[0])
                 torch.save(checkpoint.state, temporary / FILES[1])
-                sums = {name: digest(temporary / name) for name in FILES}
-                facts = {"step": checkpoint.step, **checkpoint.facts, "files": sums}
+                files = {name: checksum(temporary / name) for name in FILES}
+                facts = {"step": checkpoint.step, **checkpoint.facts, "files": files}
                 write_json(temporary / "checkpoint.json", facts)
         point(run / "last", folder)
         if best:
             point(run / "best", folder)
-    except (OSError, RuntimeError, SafetensorError) as error:  # three libraries, three names of a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # errors of three libraries for a full disk
         if isinstance(error, RuntimeError) and not any(name in str(error) for name in TORCH_DISK):
             raise
         before = run / "last"
-        kept = f"the checkpoint of step {read_facts(before)['step']} is whole" if before.exists() else "none was before"
+        kept = (
+            f"the checkpoint of step {read_facts(before)['step']} is kept" if before.exists() else "there is none yet"
+        )
         raise CheckpointError(
             f"{folder}: cannot write the checkpoint ({getattr(error, 'strerror', None) or error}); {kept}; "
-            "make room and continue with --resume"
+            "free disk space and continue with --resume"
         ) from error
     prune(run)
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint back; a damaged one is an error that says what to do."""
+    """Read a checkpoint; raise an error with advice if it is damaged."""
     facts = read_facts(folder)
     for name, expected in facts["files"].items():
         path = folder / name
-        found = digest(path) if path.exists() else None
+        found = checksum(path) if path.exists() else None
         if found != expected:
             size = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
             raise CheckpointError(
-                f"{path}: damaged (expected {expected['bytes']} bytes with sum {expected['sha256'][:12]}, found {size})"
+                f"{path}: damaged (expected {expected['bytes']} bytes, SHA-256 {expected['sha256'][:12]}, found {size})"
                 + advice(folder)
             )
     state = torch.load(folder / FILES[1], map_location="cpu", weights_only=True)
@@ -101,38 +102,34 @@ def advice(folder: Path) -> str:
     other = folder.parent / ("best" if folder.name == "last" else "last")
     if other.exists() and other.resolve() != folder.resolve():
         return f"; remove {folder} to continue from {other}"
-    return "; it was damaged after it was written: start the run again in another --out"
+    return "; start the run again in another --out"
 
 
 def newest(run: Path) -> Path | None:
-    """Where to continue: the last checkpoint, the best if someone removed the last, none in a run not begun."""
+    """Return the checkpoint to resume from: the last, the best if the last was removed, or None."""
     return next((run / name for name in ("last", "best") if (run / name).exists()), None)
 
 
 def prune(run: Path) -> None:
+    """Remove the checkpoints that are neither the last nor the best."""
     kept = {(run / name).resolve() for name in ("last", "best") if (run / name).exists()}
     for folder in (run / "checkpoints").iterdir():
         if folder.resolve() not in kept:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def whole(folder: Path) -> bool:
-    """Whether this very step has been written before: stopped right after an evaluation, a run would write it again."""
+def complete(folder: Path) -> bool:
+    """Whether this step was written before: a run that is stopped right after an evaluation would write it twice."""
     try:
-        return all(digest(folder / name) == sums for name, sums in read_facts(folder)["files"].items())
+        return all(checksum(folder / name) == sums for name, sums in read_facts(folder)["files"].items())
     except (CheckpointError, OSError):
         return False
 
 
-def digest(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def unique(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without second names of one tensor (tied weights), which safetensors refuses; the first name stays."""
+    """Keep the first name of each tensor: safetensors does not accept two names of one tensor (tied weights)."""
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        seen.setdefault(place, name)
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        seen.setdefault(key, name)
     return {name: weights[name].contiguous() for name in seen.values()}

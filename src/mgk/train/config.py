@@ -1,9 +1,10 @@
-"""What a run is made from: plain data, written beside the run, enough to start the same run again."""
+"""Configuration of a run: plain data, saved in its folder, enough to start the same run again."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,33 +20,35 @@ MODELS: dict[str, type] = {
     "language": LanguageModelConfig,
     "vision": VisionConfig,
 }
+ONECYCLE_START = 25  # the schedule starts at lr / 25
+ONECYCLE_END = 1e4  # and ends at a 10,000th of that
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on."""
+    """The data of a run."""
 
     name: str
     """Prepared data set, see `mgk data list`."""
     options: tuple[str, ...] = ()
     """Options it was prepared with, as NAME=VALUE, e.g. lengths=[16,128]."""
     batch: int = 32
-    """Examples of one update, over all processes and micro-batches together."""
+    """Examples per update, over all processes and micro-batches."""
     bucket: bool = True
-    """Put inputs of like length into one batch, so that short ones do not pay for long ones."""
+    """Put inputs of similar length into one batch, so that there is little padding."""
     pad_multiple: int = 256
-    """Lengths are padded to a multiple of this: few distinct lengths, so that CUDA graphs are used again."""
+    """Pad lengths to a multiple of this: few distinct lengths need few CUDA graphs."""
     pack: int = 0
-    """Train without padding outside the attention, with batches of a multiple of so many tokens; 0 keeps padding."""
+    """Train without padding outside the attention, on a multiple of this number of tokens a batch; 0 keeps padding."""
     train: str = "train"
-    """Split to learn from."""
+    """Split to train on."""
     valid: str = "dev"
-    """Split that decides which checkpoint is best."""
+    """Split that selects the best checkpoint."""
     test: str = "test"
-    """Split that the best checkpoint is measured on, once, at the end."""
+    """Split on which the best checkpoint is evaluated, once, at the end."""
     valid_batch: int = 0
-    """Examples of a batch in evaluation; 0 is as many as in training."""
+    """Examples per batch in evaluation; 0 is the same as in training."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "pad_multiple"):
@@ -56,38 +59,52 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimiserConfig:
-    """How the weights move: Adam, and a learning rate that is a function of the step alone."""
+    """Adam, with a learning rate that depends on the step alone."""
 
     kind: Literal["adam", "adamw"] = "adamw"
-    """adamw decays weights apart from the gradient."""
+    """adamw decouples weight decay from the gradient."""
     lr: float = 1e-4
     """Highest learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the running mean of gradients and of their squares."""
+    """Decay rates of the running means of the gradient and of its square."""
     eps: float = 1e-6
-    """Added to the root of the mean square."""
+    """Added to the denominator of the update."""
     weight_decay: float = 0.0
     """Weight decay."""
     clip: float = 0.0
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Maximum norm of the gradient; 0 does not clip."""
     schedule: Literal["onecycle", "cosine", "constant"] = "onecycle"
-    """onecycle: linear from lr/25 up and down to about 0. cosine: linear from 0 up, then a cosine to 0."""
+    """onecycle: linear from lr/25 up, then down to almost 0. cosine: linear from 0 up, then a cosine to 0."""
     warmup: int = 0
-    """Steps to the highest learning rate."""
+    """Steps until the highest learning rate."""
 
     def __post_init__(self) -> None:
-        check.check_choice("kind", self.kind, ("adam", "adamw"))
-        check.check_choice("schedule", self.schedule, ("onecycle", "cosine", "constant"))
+        check_literals(self)
         for name in ("lr", "eps", "weight_decay", "clip", "warmup"):
             check_number(name, getattr(self, name), 0)
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """Learning rate of update `step`, counted from 0. `onecycle` is torch's `OneCycleLR` with linear annealing."""
+        if self.schedule == "onecycle":
+            low, peak, last = self.lr / ONECYCLE_START, max(self.warmup - 1, 0), max(steps - 1, 1)
+            if step < peak:
+                return low + (self.lr - low) * step / peak
+            down = (step - peak) / max(last - peak, 1)
+            return self.lr + (low / ONECYCLE_END - self.lr) * min(down, 1.0)
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        done = (step - self.warmup) / max(steps - self.warmup, 1)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """Everything that determines a run."""
 
     recipe: str
-    """Name of the recipe this run began as."""
+    """Name of the recipe that this configuration started from."""
     model: ModelConfig
     """The model."""
     data: DataConfig
@@ -95,31 +112,31 @@ class Config:
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     """The optimiser."""
     steps: int = 1000
-    """Updates of the weights."""
+    """Number of updates."""
     eval_every: int = 100
-    """Steps between two evaluations, each with a checkpoint."""
+    """Steps between evaluations; each writes a checkpoint."""
     eval_batches: int = 0
-    """Batches of an evaluation during training; 0 is the whole split."""
+    """Batches per evaluation during training; 0 is the full split."""
     log_every: int = 50
-    """Steps between two lines of the log; only then does the host wait for the GPU."""
+    """Steps between log lines. The host waits for the GPU only then."""
     seed: int = 0
-    """Of the initial weights, the order of the data and dropout."""
+    """Seed of the initial weights, the order of the data and dropout."""
     precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
-    """Of the arithmetic; bf16-mixed keeps weights in float32. On a CPU bf16-mixed becomes 32-true."""
+    """Precision of the arithmetic; bf16-mixed keeps weights in float32. On a CPU bf16-mixed becomes 32-true."""
     accumulate: int = 1
-    """Micro-batches that each process cuts its part of a batch into: less memory, the same update."""
+    """Micro-batches into which each process splits its part of a batch: less memory, the same update."""
     compile: bool = False
-    """Run the model through torch.compile."""
+    """Compile the model with torch.compile. Combines with `graphs`."""
     graphs: Literal["auto", "on", "off"] = "auto"
-    """Replay the whole step from a CUDA graph per padded length; auto: on one GPU."""
+    """Replay each step from a CUDA graph, one per batch shape; auto: if there is one GPU."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """How processes share the work: auto is ddp where there are several."""
+    """How processes share the work: auto is ddp if there are several."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Device to train on."""
     workers: int = 2
-    """Processes that make batches; 0 makes them in the training process."""
+    """Processes that prepare batches; 0 prepares them in the training process."""
     tensorboard: bool = False
-    """Write TensorBoard events beside the log."""
+    """Write TensorBoard events, too."""
 
     def __post_init__(self) -> None:
         if type(self.model) not in MODELS.values():
@@ -128,32 +145,29 @@ class Config:
             check.check_count(name, getattr(self, name))
         for name in ("seed", "workers", "eval_batches"):
             check_number(name, getattr(self, name), 0)
-        check.check_choice("precision", self.precision, ("32-true", "bf16-mixed"))
-        check.check_choice("graphs", self.graphs, ("auto", "on", "off"))
-        check.check_choice("strategy", self.strategy, ("auto", "ddp", "fsdp"))
-        check.check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        check_literals(self)
         if self.data.pack and self.accumulate > 1:
             raise ValueError(
-                f"accumulate: expected 1 where data.pack leaves a batch no rows to cut, got {self.accumulate}"
+                f"accumulate: expected 1 with data.pack, whose batches have no rows to split, got {self.accumulate}"
             )
         if "em" in (self.model.prior, self.model.means) and self.accumulate > 1:
             raise ValueError(
-                "accumulate: expected 1 where model.prior or model.means is em, whose M-step is of a whole batch, "
+                "accumulate: expected 1 if model.prior or model.means is em, whose M-step needs the full batch, "
                 f"got {self.accumulate}"
             )
         if self.optimiser.warmup > self.steps:
             raise ValueError(
                 f"optimiser.warmup: expected at most steps = {self.steps}, got {self.optimiser.warmup}; "
-                "a short run needs a short warm-up too"
+                "shorten the warm-up of a short run"
             )
 
     @property
     def kind(self) -> str:
-        """The model's name in the file: classifier, matcher, language or vision."""
+        """Kind of the model: classifier, matcher, language or vision."""
         return next(name for name, type_ in MODELS.items() if type(self.model) is type_)
 
 
-# What may differ when a run is continued: where and how fast it runs, not what it computes.
+# Fields that may change when a run is resumed: they decide where and how fast it runs, not what it computes.
 FREE = ("workers", "tensorboard", "log_every", "device", "strategy", "graphs", "compile", "accumulate")
 
 
@@ -164,6 +178,13 @@ def check_number(name: str, value: object, least: float) -> None:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
+def check_literals(config: object) -> None:
+    """Check every field whose type is a Literal."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal:
+            check.check_choice(name, getattr(config, name), get_args(hint))
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     result = dataclasses.asdict(config)
     result["model"] = {"kind": config.kind, **result["model"]}
@@ -171,7 +192,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The configuration of `to_dict`, from JSON too; an unknown, missing or mistyped field is an error."""
+    """Inverse of `to_dict`, also after JSON; an unknown, missing or mistyped field is an error."""
     values = dict(values)
     model = values.get("model")
     if not isinstance(model, dict) or model.get("kind") not in MODELS:
@@ -197,7 +218,7 @@ def read(path: Path) -> Config:
 
 
 def build(type_: type[T], values: object, where: str) -> T:
-    """A dataclass from what JSON can hold, field by field, strictly."""
+    """Build a dataclass from JSON values, checking every field."""
     if dataclasses.is_dataclass(values) and isinstance(values, type_):
         return values
     if not isinstance(values, dict):
@@ -215,7 +236,7 @@ def build(type_: type[T], values: object, where: str) -> T:
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """JSON has lists for tuples and one kind of number; nothing else is converted."""
+    """Convert lists to tuples and integers to floats where the type says so; anything else must match."""
     origin, options = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
         return build(hint, value, f"{where}.")  # type: ignore[arg-type]
@@ -223,7 +244,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return check.check_choice(where, value, options)
     if origin in (Union, types.UnionType):
         if any(dataclasses.is_dataclass(option) for option in options):
-            return value  # the model: `from_dict` has built it
+            return value  # the model, which `from_dict` has built
         if value is None and type(None) in options:
             return None
         return convert(next(option for option in options if option is not type(None)), value, where)
@@ -239,7 +260,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Every field by its dotted name, as the command line has it."""
+    """Every field by its dotted name, as on the command line."""
 
     def walk(values: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
@@ -252,18 +273,18 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def check_same(old: Config, new: Config, where: Path) -> None:
-    """A run is continued as it was begun: anything else would be neither the one run nor the other."""
+    """Raise an error if a run would be resumed with another configuration, except for the fields in FREE."""
     before, after = flatten(old), flatten(new)
     for name in dict.fromkeys((*before, *after)):
         if name not in FREE and before.get(name) != after.get(name):
             raise ValueError(
-                f"{name}: the run in {where} was begun with {before.get(name)!r}, got {after.get(name)!r}; "
-                "continue it as it was, or choose another --out"
+                f"{name}: the run in {where} was started with {before.get(name)!r}, got {after.get(name)!r}; "
+                "resume it with the same value, or choose another --out"
             )
 
 
 def replace(config: Config, **fields: Any) -> Config:
-    """A copy with some fields changed, by dotted name with `__` for the dot: replace(config, model__heads=2)."""
+    """Return a copy with some fields changed; `__` stands for a dot: replace(config, model__heads=2)."""
     nested: dict[str, dict[str, Any]] = {}
     flat: dict[str, Any] = {}
     for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""The data of a run, as the loop reads it: batches of this process, in page-locked memory where there is a GPU."""
+"""The batches that one process of a run reads, in page-locked memory if there is a GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mgk.models.config import VisionConfig
 from mgk.train.config import Config
 
 KINDS = {"classifier": "sequences", "matcher": "pairs", "language": "stream", "vision": "images"}
-"""Of examples, by the kind of the model that they are for."""
+"""Kind of the examples for each kind of model."""
 
 
 class Source:
-    """The splits of a prepared set, cut into batches."""
+    """Batches of the splits of a prepared set."""
 
     def __init__(
         self, config: Config, root: str | Path | None, rank: int = 0, world: int = 1, pin: bool = False
@@ -25,7 +25,7 @@ class Source:
         self.config, self.rank, self.world, self.pin = config, rank, world, pin
         self.prepared = load(config, root)
         self.max_length = None if isinstance(config.model, VisionConfig) else config.model.max_length
-        for name in ("valid", "test"):  # a wrong one is told now, not at the first evaluation
+        for name in ("valid", "test"):  # report a wrong name now, not at the first evaluation
             try:
                 self.examples(getattr(config.data, name))
             except ValueError as error:
@@ -43,17 +43,15 @@ class Source:
         )
 
     @property
-    def sums(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What identifies the data."""
         return {"name": self.prepared.name, "digest": self.prepared.digest, "options": options(self.config)}
 
     def training(self, start: int, stop: int) -> Iterator[Batch]:
         return stream(self.batches, start, stop, workers=self.config.workers, pin=self.pin)
 
-    def training_batch(self, step: int) -> Batch:
-        return self.batches[step]
-
     def evaluation(self, split: str, batches: int = 0) -> Iterator[Batch]:
-        """A split once, or so many batches of it, evenly spread."""
+        """Batches of a split, each example once; with `batches`, only that many, evenly spread over the split."""
         return stream(self.examples(split, batches), workers=self.config.workers, pin=self.pin)
 
     def examples(self, split: str, batches: int = 0) -> Evaluation:
@@ -71,26 +69,26 @@ class Source:
 
 
 def load(config: Config, root: str | Path | None) -> mgk.data.Prepared:
-    """The prepared set of a configuration; one that does not fit the model is an error."""
+    """Load the prepared set of a configuration; raise an error if it does not fit the model."""
     prepared = mgk.data.load(config.data.name, root=None if root is None else Path(root), **options(config))
     facts, kind = prepared.manifest["facts"], prepared.manifest["kind"]
     if kind != KINDS[config.kind]:
         raise ValueError(
             f"data.name: expected a set of {KINDS[config.kind]} for a {config.kind} model, got {config.data.name}, "
-            f"which is of {kind}"
+            f"a set of {kind}"
         )
     for name in ("vocabulary", "classes"):
         own, needed = getattr(config.model, name, None), facts.get(name)
         if own is not None and needed is not None and own < needed:
             raise ValueError(
-                f"model.{name}: expected at least {needed}, as {config.data.name} has, got {own}; "
+                f"model.{name}: expected at least {needed}, for {config.data.name}, got {own}; "
                 f"add --model.{name} {needed}"
             )
     return prepared
 
 
 def options(config: Config) -> dict[str, Any]:
-    """The options that the set was prepared with: `lengths=[16,64]` is {"lengths": (16, 64)}."""
+    """Parse the options that the set was prepared with: `lengths=[16,64]` is {"lengths": (16, 64)}."""
     result: dict[str, Any] = {}
     for item in config.data.options:
         name, equals, value = item.partition("=")

@@ -1,6 +1,7 @@
-"""The training loop. Everything that can differ between two runs is in the configuration; everything that a run has
-learnt is in its checkpoint; batches, dropout and learning rates are functions of the step. So a run that was stopped at
-any moment goes on as if it had not been.
+"""The training loop.
+
+A run is determined by its configuration. Its checkpoint holds all state; batches, dropout and learning rates are
+functions of the step. So a run that was stopped at any moment resumes as if it had not been stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -23,10 +24,9 @@ import torch
 from mgk.files import write_json
 from mgk.train import checkpoint, data
 from mgk.train.config import Config
-from mgk.train.diagnose import culprit
-from mgk.train.fabric import launch, part
+from mgk.train.fabric import launch, leave
 from mgk.train.graph import Batch, to_device
-from mgk.train.learner import Learner, perplexity
+from mgk.train.learner import Learner, find_non_finite, perplexity
 from mgk.train.progress import Progress
 from mgk.train.run import Run
 
@@ -35,49 +35,51 @@ if TYPE_CHECKING:
 
 
 class TrainingError(RuntimeError):
-    """The numbers of a run went wrong."""
+    """A value of a run is not finite."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run."""
+    """The outcome of a run."""
 
     run: str
     finished: bool
-    """False if it was told to stop; it can be continued."""
+    """False if it was told to stop; it can be resumed."""
     step: int
     parameters: int
     best_step: int = 0
     valid: dict[str, float] = dataclasses.field(default_factory=dict)
     test: dict[str, float] = dataclasses.field(default_factory=dict)
     seconds_per_step: float = 0.0
-    """Median over the lines of the log, evaluations left out."""
+    """Median over the log lines, without evaluations."""
     peak_bytes: int = 0
-    """Of the GPU's memory, or of the whole process on a CPU."""
+    """Peak GPU memory, or on a CPU the peak memory of the process."""
 
 
 def train(
     settings: Config, out: str | Path, *, resume: bool = False, data_root: str | Path | None = None, quiet: bool = True
 ) -> Result:
-    """Train as the configuration says, in the folder `out`, and measure the best checkpoint on the test split.
+    """Train a model, write the run to the folder `out`, and evaluate the best checkpoint on the test split.
+
+    SIGTERM and Ctrl-C stop the run with a checkpoint; the result then has `finished=False`.
 
     Args:
-        settings: what to train; see `mgk.recipes`.
-        out: the folder of the run.
-        resume: continue the run in `out` from its last checkpoint, or begin it if there is none.
-        data_root: where prepared data sets are; None is `mgk.data.root()`.
+        settings: configuration of the run; see `mgk.recipes`.
+        out: folder of the run.
+        resume: continue the run in `out` from its last checkpoint, or start it if there is none.
+        data_root: folder of the prepared data sets; None is `mgk.data.root()`.
         quiet: show no progress.
     """
     fabric = launch(settings)
     result = run_with(fabric, settings, Path(out), resume, data_root, quiet)
-    part()
+    leave()
     return result
 
 
 def run_with(
     fabric: Fabric, settings: Config, out: Path, resume: bool, data_root: str | Path | None, quiet: bool
 ) -> Result:
-    """`train`, once the processes have met."""
+    """Do the work of `train` once the processes are connected."""
     reset_peak(fabric)
     run = Run(out, settings, resume=resume, writes=fabric.global_rank == 0)
     done = out / "result.json"
@@ -85,10 +87,10 @@ def run_with(
         return Result(**json.loads(done.read_text()))
     source = data.Source(settings, data_root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")
     learner = Learner(fabric, settings)
-    fabric.barrier()  # every process has looked at the folder before one writes to it
-    run.begin({"data": source.sums, "seed": settings.seed, "processes": fabric.world_size})
+    fabric.barrier()  # every process has read the folder before one writes to it
+    run.begin({"data": source.facts, "seed": settings.seed, "processes": fabric.world_size})
     fabric.barrier()
-    state = Progressed.restore(run, learner)
+    state = State.restore(run, learner)
     title = "/".join(out.parts[-2:])
     progress = Progress(title, settings.steps, state.step, quiet=quiet or not run.writes)
     with progress, Interrupt() as interrupt:
@@ -110,10 +112,10 @@ def run_with(
 
 
 def loop(
-    fabric: Fabric, c: Config, run: Run, source: data.Source, learner: Learner, state: Progressed, progress: Progress,
+    fabric: Fabric, c: Config, run: Run, source: data.Source, learner: Learner, state: State, progress: Progress,
     interrupt: Interrupt,
-) -> Progressed:  # fmt: skip
-    """From the step of `state` to the last one, or to a signal."""
+) -> State:  # fmt: skip
+    """Train from the step of `state` to the last step, or until a signal."""
     clock = Clock()
     for batch in source.training(state.step, c.steps):
         learner.update(state.step, batch)
@@ -130,7 +132,7 @@ def loop(
             numbers = learner.read()
             state.speeds.append(clock.seconds_per_step())
             shown = numbers if learner.classifies else numbers | {"perplexity": perplexity(numbers["loss"])}
-            run.log("train", state.step, **shown, lr=learner_rate(learner), seconds_per_step=state.speeds[-1])
+            run.log("train", state.step, **shown, lr=learner.rate, seconds_per_step=state.speeds[-1])
             progress.show(state.step, **score(shown), **{"tokens/s": clock.tokens_per_second()})
         if evaluates:
             state.valid = learner.evaluate(source.evaluation(c.data.valid, c.eval_batches))
@@ -147,26 +149,27 @@ def loop(
 
 
 @dataclass
-class Progressed:
-    """How far a run has come."""
+class State:
+    """Progress of a run."""
 
     step: int = 0
     best: float = float("-inf")
     best_step: int = 0
     valid: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Of the last evaluation while the run goes on."""
+    """Scores of the last evaluation."""
     best_valid: dict[str, float] = dataclasses.field(default_factory=dict)
     speeds: list[float] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def restore(cls, run: Run, learner: Learner) -> Progressed:
+    def restore(cls, run: Run, learner: Learner) -> State:
+        """Load the last checkpoint of a run, if there is one."""
         found = run.restore()
         if found is None:
             return cls()
         if "progress" not in found.state:
             raise checkpoint.CheckpointError(
-                f"{run.folder}: these weights came without the optimiser's state, so the run cannot go on: convert "
-                "them again with mgk convert --state, or train in another --out"
+                f"{run.folder}: the checkpoint has no optimiser state, so the run cannot be resumed: convert it again "
+                "with mgk convert --state, or train in another --out"
             )
         learner.load(found.weights, found.state)
         return cls(**found.state["progress"])
@@ -177,7 +180,7 @@ class Progressed:
             self.best, self.best_step, self.best_valid = value, self.step, self.valid
 
 
-def save(run: Run, learner: Learner, state: Progressed, *, best: bool) -> None:
+def save(run: Run, learner: Learner, state: State, *, best: bool) -> None:
     progress = dataclasses.asdict(state)
     content = checkpoint.Checkpoint(
         state.step,
@@ -187,18 +190,18 @@ def save(run: Run, learner: Learner, state: Progressed, *, best: bool) -> None:
     )
     if run.writes:
         checkpoint.save(run.folder, content, best=best)
-    learner.fabric.barrier()  # nobody reads a link that is about to move
+    learner.fabric.barrier()  # no process reads a link while it changes
 
 
 def check_finite(fabric: Fabric, run: Run, source: data.Source, learner: Learner) -> None:
-    """Stop at a gradient that is not finite: the weights are still those it came from, and no checkpoint has it."""
+    """Raise an error if a gradient was not finite. The weights are still those that led to it."""
     step = learner.failed_at()
     if step is None:
         return
     learner.seed(step)
     learner.objective.train()
     with fabric.autocast():
-        where = culprit(learner.objective, to_device(source.training_batch(step), learner.device))
+        where = find_non_finite(learner.objective, to_device(source.batches[step], learner.device))
     kept = checkpoint.newest(run.folder)
     good = f"step {checkpoint.read_facts(kept)['step']} is kept in {kept}" if kept else "there was no checkpoint yet"
     c = learner.config
@@ -211,16 +214,12 @@ def check_finite(fabric: Fabric, run: Run, source: data.Source, learner: Learner
 
 
 def score(numbers: dict[str, float]) -> dict[str, float]:
-    """Of all numbers those a person wants to see at a glance."""
+    """Select the numbers for the progress display."""
     return {name: numbers[name] for name in ("loss", "accuracy", "perplexity") if name in numbers}
 
 
-def learner_rate(learner: Learner) -> float:
-    return float(learner.optimiser.optimizer.param_groups[0]["lr"])
-
-
 def reset_peak(fabric: Fabric) -> None:
-    """Let the peak of memory be that of this run, where the system lets us say so."""
+    """Reset the peak memory to that of this run, where the system allows it."""
     if fabric.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(fabric.device)
         return
@@ -238,7 +237,7 @@ def peak_bytes(fabric: Fabric) -> int:
 
 
 class Clock:
-    """Time between two moments when the device had nothing left to do."""
+    """Time per step and tokens per second since the last restart, when the device had finished all work."""
 
     def __init__(self) -> None:
         self.restart()
@@ -248,7 +247,7 @@ class Clock:
 
     def count(self, batch: Batch) -> None:
         real = batch.get("mask", batch.get("tokens", batch.get("label")))
-        assert real is not None  # every batch has one of them
+        assert real is not None  # every batch has one of these
         self.steps += 1
         self.tokens += int(real.sum()) if real.dtype == torch.bool else real.numel()
 
@@ -260,7 +259,7 @@ class Clock:
 
 
 class Interrupt:
-    """SIGTERM and the first Ctrl-C ask the loop to stop after the step it is in; a second Ctrl-C stops at once."""
+    """SIGTERM and the first Ctrl-C ask the loop to stop after the current step; a second Ctrl-C stops immediately."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -271,9 +270,7 @@ class Interrupt:
             self.before = {s: signal.signal(s, self.ask) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -283,7 +280,7 @@ class Interrupt:
         self.asked = True
 
     def agreed(self, fabric: Fabric, logs: bool) -> bool:
-        """Processes stop together or they wait for each other forever: they ask each other when they log anyway."""
+        """Return whether to stop. All processes must stop together: they exchange this when they log."""
         if fabric.world_size == 1:
             return self.asked
         if not logs:

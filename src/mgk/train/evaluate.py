@@ -1,4 +1,4 @@
-"""A finished run, measured: accuracy, or perplexity in two ways that must not be mixed up.
+"""Evaluate a trained model: accuracy, or perplexity in two ways that must not be confused; and count its FLOPs.
 
 B windows of a batch, N positions of a window, T tokens of a text.
 """
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mgk.data import Stream
 from mgk.models import LanguageModel, build
+from mgk.models.config import LanguageModelConfig, MatcherConfig, ModelConfig, VisionConfig
 from mgk.ops.arguments import check_count
+from mgk.ops.cost import Dimensions, attention_flops, projection_flops
 from mgk.train import checkpoint, config, data
 from mgk.train.config import Config
 from mgk.train.fabric import launch
@@ -33,17 +35,17 @@ def evaluate(
     data_root: str | Path | None = None,
     quiet: bool = True,
 ) -> dict[str, Any]:
-    """Measure a run on a split.
+    """Evaluate a run on a split.
 
     Args:
         run: folder of the run.
         split: which split; "" is the test split of its configuration.
         which: checkpoint, "best" or "last".
-        sliding: for a language model, the perplexity of the paper too: a window that slides by one token. None does so
-            on a GPU, where it takes minutes, and leaves it out on a CPU.
-        batch: windows of a batch.
+        sliding: for a language model, also compute the paper's perplexity, with a window that slides by one token. None
+            does so on a GPU, where it takes minutes, but not on a CPU.
+        batch: windows per batch.
         device: "auto", "cpu" or "cuda".
-        data_root: where prepared data sets are.
+        data_root: folder of the prepared data sets; None is `mgk.data.root()`.
         quiet: show no progress.
     """
     check_count("batch", batch)
@@ -63,7 +65,7 @@ def evaluate(
     result |= {"window": length, "non-overlapping": bits(measured["loss"])}
     if sliding or (sliding is None and learner.device.type == "cuda"):
         text = source.prepared.split(split)
-        assert isinstance(text, Stream)  # what a language model is trained on
+        assert isinstance(text, Stream)  # the data of every language model
         with torch.no_grad(), learner.fabric.autocast():
             loss = sliding_loss(learner.model, text.tokens, length, batch, quiet=quiet)
         result["sliding by one"] = bits(loss)
@@ -71,11 +73,11 @@ def evaluate(
 
 
 def sliding_loss(model: LanguageModel, tokens: Any, window: int, batch: int, *, quiet: bool = True) -> float:
-    """Mean nats per token as the paper measures it: every token but the first is predicted once.
+    """Return the mean loss in nats per token as the paper measures it: every token but the first is predicted once.
 
-    A window of N tokens slides by one. Of the first window all positions count, of every other one the last alone, so
-    that a token is predicted from the N tokens before it wherever there are so many. The windows of a batch are rows of
-    one strided view, and the softmax is computed for the positions that count.
+    A window of N tokens slides by one token. All positions of the first window count, and the last position of every
+    other one, so that a token is predicted from the N tokens before it, or from all if there are fewer. The windows of
+    a batch are rows of one strided view, and the softmax is computed only for the positions that count.
     """
     check_count("batch", batch)
     model.eval()
@@ -96,12 +98,12 @@ def sliding_loss(model: LanguageModel, tokens: Any, window: int, batch: int, *, 
 
 
 def bits(loss: float) -> dict[str, float]:
-    """A loss in nats per token in the units people use: perplexity for words, bits for bytes."""
+    """Convert a loss in nats per token to perplexity (for words) and bits (for bytes)."""
     return {"loss": loss, "perplexity": perplexity(loss), "bits": loss / float(np.log(2))}
 
 
 def load_model(run: str | Path, which: str = "best") -> tuple[Any, Config]:
-    """The trained model of a run, in evaluation mode, and its configuration."""
+    """Return the trained model of a run, in evaluation mode, and its configuration."""
     settings = config.read(Path(run) / "config.json")
     model = build(settings.model)
     load_weights(model, checkpoint.load(existing(Path(run), which)).weights)
@@ -114,3 +116,26 @@ def existing(folder: Path, which: str) -> Path:
     if not (folder / which).exists():
         raise ValueError(f"{folder}: no checkpoint {which} yet; train it first")
     return folder / which
+
+
+def flops(model: ModelConfig) -> int:
+    """FLOPs of the layers, forward and backward, for one example of full length, without embeddings and output."""
+    if isinstance(model, VisionConfig):
+        positions = (model.image_size // model.patch_size) ** 2 + (model.pooling == "class")
+    else:
+        positions = model.max_length
+    dimensions = Dimensions(
+        variant=model.attention,
+        heads=model.heads,
+        head_dim=model.head_dim or model.width // model.heads,
+        queries=positions,
+        keys=positions,
+        components=model.components,
+        embed_dim=model.width,
+        feature_map=model.feature_map,
+        causal=isinstance(model, LanguageModelConfig),
+        e_step=model.e_step,
+    )
+    feed_forward = 3 * 4 * positions * model.width * model.hidden  # two products, each with two more in backward
+    layer = attention_flops(dimensions).total + projection_flops(dimensions).total + feed_forward
+    return layer * model.layers * (2 if isinstance(model, MatcherConfig) else 1)

@@ -1,9 +1,9 @@
-"""Devices and processes, through Lightning Fabric: one process, or as many as torchrun or SLURM has started."""
+"""Devices and processes, through Lightning Fabric: one process, or those started by torchrun or SLURM."""
 
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import itertools
 import logging
 import os
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 
-_meetings = itertools.count()
-_met = False  # whether the processes met here, and not by another's hand
+_attempts = itertools.count()
+_connected = False  # whether `connect` created the process group
 
 
 def launch(config: Config) -> Fabric:
-    """The Fabric of a run, started."""
+    """Create and launch the Fabric of a run."""
     fabric_class, strategies = library()
     processes, nodes = topology()
     world = processes * nodes
@@ -48,7 +48,7 @@ def launch(config: Config) -> Fabric:
     elif world > 1:
         strategy = strategies.DDPStrategy(gradient_as_bucket_view=True)
     if "TORCHELASTIC_RUN_ID" in os.environ and world > 1:
-        meet("nccl" if cuda else "gloo")
+        connect("nccl" if cuda else "gloo")
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     fabric: Fabric = fabric_class(
@@ -59,50 +59,46 @@ def launch(config: Config) -> Fabric:
         precision=config.precision if cuda else "32-true",
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about ports and devices, meant for who writes them by hand
+        warnings.simplefilter("ignore")  # about ports and devices, which torchrun or SLURM has set
         fabric.launch()
     return fabric
 
 
-def meet(backend: str) -> None:
-    """Let the processes of torchrun find each other; Fabric then finds them connected.
+def connect(backend: str) -> None:
+    """Create the process group of torchrun's processes, which Fabric then uses.
 
-    torchrun keeps one store over restarts, and in it the addresses of processes that are dead. So each meeting of each
-    attempt has a name of its own.
+    torchrun keeps one store over restarts, with the addresses of processes that have died. So each process group gets a
+    prefix of its own in the store.
     """
-    global _met
+    global _connected
     if dist.is_initialized():
         return
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world = next(rendezvous("env://", timeout=default_pg_timeout))
-    name = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_meetings)}"
+    name = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_attempts)}"
     dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=world)
-    _met = True
+    _connected = True
 
 
-def part() -> None:
-    """The end of a meeting: left to the end of the process, threads of the one may outlive the other."""
-    global _met
-    if _met:
+def leave() -> None:
+    """Destroy the process group: at process exit its threads might outlive others that they need."""
+    global _connected
+    if _connected:
         dist.barrier()
         gc.collect()
         dist.destroy_process_group()
-        _met = False
+        _connected = False
 
 
 def library() -> tuple[Any, Any]:
-    """Fabric comes by itself or within `lightning`; some images have the one, some the other."""
-    for name in ("lightning_fabric", "lightning.fabric"):
-        try:
-            return importlib.import_module(name).Fabric, importlib.import_module(f"{name}.strategies")
-        except ImportError:
-            continue
-    raise ValueError("training needs Lightning Fabric: pip install lightning-fabric")
+    """Import Fabric, which comes alone or as a part of `lightning`."""
+    name = "lightning_fabric" if importlib.util.find_spec("lightning_fabric") else "lightning.fabric"
+    return importlib.import_module(name).Fabric, importlib.import_module(f"{name}.strategies")
 
 
 def topology() -> tuple[int, int]:
-    """Processes on this node, and nodes."""
+    """Number of processes on this node, and of nodes."""
     environment = os.environ
     if "LOCAL_WORLD_SIZE" in environment:  # torchrun
         local = int(environment["LOCAL_WORLD_SIZE"])
@@ -114,7 +110,7 @@ def topology() -> tuple[int, int]:
 
 
 def shard(module: nn.Module, mesh: Any) -> nn.Module:
-    """FSDP: every layer of a stack by itself, so that one layer at a time is whole on a device, then the rest."""
+    """Shard every layer of a stack separately, so that a device gathers one layer at a time, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for part in module.modules():

@@ -1,8 +1,8 @@
-"""A CUDA graph of the whole step per shape of batch: a small model's step is hundreds of launches otherwise.
+"""CUDA graphs of full training steps, one per batch shape: a small model's step is hundreds of launches otherwise.
 
-The first batch of a shape runs eagerly, as a step like any other: it compiles kernels and makes the optimiser's state.
-The second is captured, which computes nothing, and replayed, as are all that follow. So no step is ever done twice or
-left out, and a shape that comes once costs no graph.
+The first batch of a shape runs eagerly as an ordinary step. It compiles kernels (and the model, under torch.compile)
+and creates the optimiser's state. The second is captured, which computes nothing, and replayed, as are all later ones.
+So every batch is processed exactly once, and a shape that occurs once costs no graph.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Work = Callable[[Batch], None]
 
 
 class Graphs:
-    """Calls `work(batch)` with the batch on the GPU. `work` leaves its results in tensors that outlive it.
+    """Call `work(batch)` with the batch on the GPU, from a graph if possible. `work` leaves its results in tensors.
 
-    All graphs share one pool of memory: they never run at the same time, so together they need what the largest needs.
+    All graphs share one memory pool: they never run at the same time, so together they need what the largest needs.
     """
 
     def __init__(self, work: Work, device: torch.device, pool: Any = None) -> None:
@@ -33,7 +33,7 @@ class Graphs:
         shape = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
         if shape not in self.seen:
             self.seen.add(shape)
-            self.run_aside(to_device(batch, self.device))
+            self.warm_up(to_device(batch, self.device))
             return
         if shape not in self.captured:
             try:
@@ -48,8 +48,8 @@ class Graphs:
             tensor.copy_(batch[name], non_blocking=True)
         graph.replay()
 
-    def run_aside(self, batch: Batch) -> None:
-        """On a stream of its own, as capturing wants the code to have run before."""
+    def warm_up(self, batch: Batch) -> None:
+        """Run eagerly on a side stream, as CUDA requires before a capture."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -60,20 +60,10 @@ class Graphs:
 
     def capture(self, inputs: Batch) -> tuple[torch.cuda.CUDAGraph, Batch]:
         graph = torch.cuda.CUDAGraph()
-        # The threads that pin the next batches' memory may go on meanwhile.
+        # thread_local: other threads pin the memory of the next batches meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             self.work(inputs)
         return graph, inputs
-
-
-class Eager:
-    """The same without graphs."""
-
-    def __init__(self, work: Work, device: torch.device) -> None:
-        self.work, self.device = work, device
-
-    def __call__(self, batch: Batch) -> None:
-        self.work(to_device(batch, self.device))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

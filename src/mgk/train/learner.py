@@ -1,23 +1,24 @@
-"""The model, its optimiser and one step of training, arranged so that the host never waits for the device.
+"""The model, its optimiser and one training step, arranged so that the host does not wait for the device.
 
-Losses are added up on the device and read when a line is logged. A gradient that is not finite sets a flag there which
-stops all further updates, so that the weights that led to it are still there when the host looks.
+Losses are summed on the device and read when a line is logged. A gradient that is not finite sets a flag on the device
+that disables all further updates, so that the weights which led to it are still there when the host reads the flag.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_leaves
 
 from mgk.models import build
 from mgk.train.config import Config
-from mgk.train.graph import Batch, Eager, Graphs
-from mgk.train.schedule import learning_rate
+from mgk.train.graph import Batch, Graphs, to_device
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -26,7 +27,7 @@ SUMS = ("loss", "correct", "count", "norm", "steps")
 
 
 class Objective(nn.Module):
-    """The model as Fabric and torch.compile see it: a batch goes in, losses come out."""
+    """The model's loss as a module, for Fabric and torch.compile."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -37,11 +38,11 @@ class Objective(nn.Module):
 
 
 class Learner:
-    """Everything of a run that lives on the device."""
+    """The part of a run that lives on the device: model, optimiser and sums of the losses."""
 
     def __init__(self, fabric: Fabric, config: Config) -> None:
         self.fabric, self.config, self.device = fabric, config, fabric.device
-        torch.manual_seed(config.seed)  # the same initial weights whatever the number of processes
+        torch.manual_seed(config.seed)  # the same initial weights for any number of processes
         self.objective = Objective(self.build(config))
         self.sharded = config.strategy == "fsdp"
         call = torch.compile(self.objective) if config.compile else self.objective
@@ -51,7 +52,7 @@ class Learner:
         self.scores = self._zeros(SUMS[:3])
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
         self.now = torch.zeros((), dtype=torch.int64, device=self.device)
-        # Graphs need one device, shapes that the batch alone decides, and a loss that is not read on the way.
+        # Graphs need one device, shapes that depend on the batch alone, and no read of a value on the host.
         possible = self.device.type == "cuda" and fabric.world_size == 1
         possible = possible and self.model.capturable and not config.model.recompute
         if config.graphs == "on" and not possible:
@@ -59,12 +60,11 @@ class Learner:
                 "graphs: on needs one CUDA GPU, Triton for an adaptive softmax or causal linear attention, and no "
                 "recomputation"
             )
-        if possible and config.graphs != "off" and not config.compile:
+        self.run: Callable[[Batch], None] = lambda batch: self._update(to_device(batch, self.device))
+        self._score: Callable[[Batch], None] = lambda batch: self._measure(to_device(batch, self.device))
+        if possible and config.graphs != "off":
             train = Graphs(self._update, self.device)
-            self.run: Callable[[Batch], None] = train
-            self._score: Callable[[Batch], None] = Graphs(self._measure, self.device, train.pool)
-        else:
-            self.run, self._score = Eager(self._update, self.device), Eager(self._measure, self.device)
+            self.run, self._score = train, Graphs(self._measure, self.device, train.pool)
 
     @staticmethod
     def build(config: Config) -> nn.Module:
@@ -75,29 +75,30 @@ class Learner:
         return self.objective.model
 
     @property
+    def rate(self) -> float:
+        """The learning rate of the last update."""
+        return float(self.optimiser.optimizer.param_groups[0]["lr"])
+
+    @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.objective.parameters())
 
     def update(self, step: int, batch: Batch) -> None:
-        """Update number `step`: a function of the weights, the batch and the step, and of nothing else."""
+        """Make update number `step`, which depends on the weights, the batch and the step alone."""
         self.seed(step)
-        self._set_rate(learning_rate(self.config.optimiser, step, self.config.steps))
+        self._set_rate(self.config.optimiser.learning_rate(step, self.config.steps))
         self.now.fill_(step)
         self.objective.train()
         self.run(batch)
 
     def seed(self, step: int) -> None:
-        """Dropout is drawn from (seed, step, process): there is no state of a generator to save."""
+        """Seed dropout from (seed, step, process), so that no generator state has to be saved."""
         text = f"{self.config.seed} {step} {self.fabric.global_rank}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little"))
 
     def read(self) -> dict[str, float]:
-        """The means since the last call, over all processes: this waits for the device."""
-        sums: Any = torch.stack([self.sums[name] for name in SUMS])
-        sums = self.fabric.all_reduce(sums, reduce_op="sum") if self.fabric.world_size > 1 else sums
-        loss, correct, count, norm, steps = sums.tolist()
-        for total in self.sums.values():
-            total.zero_()
+        """Return the means since the last call, over all processes. Waits for the device."""
+        loss, correct, count, norm, steps = self._take(self.sums)
         steps = max(steps, 1)
         result = {"loss": loss / steps, "norm": norm / steps}
         return result | ({"accuracy": correct / count} if self.classifies and count else {})
@@ -108,38 +109,36 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Mean loss over a split, and accuracy or perplexity; the device is waited for once."""
+        """Return the mean loss over a split, and accuracy or perplexity. Waits for the device once."""
         self.objective.eval()
         for batch in batches:
             self._score(batch)
-        sums: Any = torch.stack([self.scores[name] for name in SUMS[:3]])
-        if self.fabric.world_size > 1:
-            sums = self.fabric.all_reduce(sums, reduce_op="sum")
-        loss, correct, count = sums.tolist()
-        for total in self.scores.values():
-            total.zero_()
+        loss, correct, count = self._take(self.scores)
         mean = loss / max(count, 1)
-        return scores(mean, correct / max(count, 1) if self.classifies else None)
+        return {"loss": mean} | (
+            {"accuracy": correct / max(count, 1)} if self.classifies else {"perplexity": perplexity(mean)}
+        )
 
     def failed_at(self) -> int | None:
-        """The first step whose gradient was not finite, None if there is none: this waits for the device."""
+        """Return the first step whose gradient was not finite, or None. Waits for the device."""
         step = int(self.bad_step)
         return None if step < 0 else step
 
     def state(self) -> dict[str, Any]:
-        """What beside the weights and the step decides how a run goes on. Collective where weights are sharded."""
+        """State besides the weights that a resumed run needs. Collective if weights are sharded."""
         moments = {
-            name: {key: whole(value) for key, value in self.optimiser.optimizer.state[parameter].items()}
+            name: {key: to_host(value) for key, value in self.optimiser.optimizer.state[parameter].items()}
             for name, parameter in self.model.named_parameters()
         }
         return {"optimiser": moments, "sums": {name: value.cpu().clone() for name, value in self.sums.items()}}
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: whole(value) for name, value in self.model.state_dict().items()}
+        """Weights on the host. Collective if weights are sharded."""
+        return {name: to_host(value) for name, value in self.model.state_dict().items()}
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], state: dict[str, Any] | None = None) -> None:
-        """Weights, and where training goes on the state, of `weights` and `state`."""
+        """Load the results of `weights` and, to continue training, of `state`."""
         load_weights(self.model, weights)
         if state is None:
             return
@@ -152,7 +151,7 @@ class Learner:
             self.sums[name].copy_(value)
 
     def _update(self, batch: Batch) -> None:
-        """Forward, backward and update on the device; captured in a CUDA graph, so nothing here may look at a value."""
+        """Forward, backward and update on the device. Captured in a CUDA graph: no value may be read on the host."""
         self.optimiser.zero_grad(set_to_none=True)
         pieces = split(batch, self.config.accumulate)
         for number, piece in enumerate(pieces):
@@ -181,8 +180,8 @@ class Learner:
     def _optimiser(self) -> torch.optim.Optimizer:
         c, cuda = self.config.optimiser, self.device.type == "cuda"
         kind = torch.optim.AdamW if c.kind == "adamw" else torch.optim.Adam
-        fused = not self.sharded  # one kernel for all weights, which minds the flag below
-        # A rate in a tensor can change inside a graph.
+        fused = not self.sharded  # one kernel for all weights, which skips the update if found_inf is set
+        # A CUDA graph can read a learning rate that changes only from a tensor on the device.
         rate = torch.tensor(c.lr, device=self.device) if cuda and fused else c.lr
         optimiser = kind(
             self.call.parameters(), rate, c.betas, c.eps, c.weight_decay, fused=fused, capturable=cuda and fused
@@ -206,12 +205,14 @@ class Learner:
     def _zeros(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: torch.zeros((), device=self.device) for name in names}
 
-
-def scores(loss: float, accuracy: float | None) -> dict[str, float]:
-    """What is reported of a loss in nats: accuracy for a classifier, else perplexity."""
-    if accuracy is not None:
-        return {"loss": loss, "accuracy": accuracy}
-    return {"loss": loss, "perplexity": perplexity(loss)}
+    def _take(self, sums: dict[str, Tensor]) -> list[float]:
+        """Read sums over all processes, and set them to zero."""
+        values: Any = torch.stack(list(sums.values()))
+        if self.fabric.world_size > 1:
+            values = self.fabric.all_reduce(values, reduce_op="sum")
+        for total in sums.values():
+            total.zero_()
+        return values.tolist()  # type: ignore[no-any-return]
 
 
 def perplexity(loss: float) -> float:
@@ -219,6 +220,7 @@ def perplexity(loss: float) -> float:
 
 
 def add(sums: dict[str, Tensor], losses: dict[str, Tensor], loss: Tensor) -> None:
+    """Add the loss and the counts of a batch to running sums."""
     sums["loss"] += loss.detach()
     for name in ("correct", "count"):
         if name in losses:
@@ -226,20 +228,21 @@ def add(sums: dict[str, Tensor], losses: dict[str, Tensor], loss: Tensor) -> Non
 
 
 def split(batch: Batch, pieces: int) -> list[Batch]:
+    """Split a batch into micro-batches."""
     if pieces == 1:
         return [batch]
     parts = {name: tensor.chunk(pieces) for name, tensor in batch.items()}
     return [{name: part[i] for name, part in parts.items()} for i in range(pieces)]
 
 
-def whole(value: Tensor) -> Tensor:
-    """A sharded tensor in one piece; always on the host and apart from what the next step changes."""
+def to_host(value: Tensor) -> Tensor:
+    """Copy a tensor to the host, gathering its shards."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[operator]
     return value.detach().to("cpu", copy=True)
 
 
 def placed(value: Tensor, like: Tensor) -> Tensor:
-    """On the device of a parameter, and sharded as it is."""
+    """Move a tensor to the device of a parameter, and shard it likewise."""
     value = value.to(like.device)
     if not hasattr(like, "device_mesh"):
         return value
@@ -250,7 +253,7 @@ def placed(value: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Into the model's own tensors: an optimiser and a CUDA graph go on using them."""
+    """Copy weights into the model's own tensors, which an optimiser or a CUDA graph may refer to."""
     own = model.state_dict()
     unknown = [name for name in weights if name not in own]
     filled = {own[name].data_ptr() for name in weights if name in own}
@@ -261,3 +264,33 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
         if own[name].shape != value.shape:
             raise ValueError(f"weights: {name}: expected shape {tuple(own[name].shape)}, got {tuple(value.shape)}")
         own[name].copy_(placed(value, own[name]))
+
+
+def find_non_finite(objective: nn.Module, batch: Batch) -> str:
+    """Describe the first value that is not finite in one forward and backward pass."""
+    for name, parameter in objective.named_parameters():
+        if not parameter.isfinite().all():
+            return f"weight {name.removeprefix('model.')} is not finite"
+    found: list[str] = []
+
+    def hook(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        if not found and any(not tensor.isfinite().all() for tensor in tensors):
+            found.append(f"layer {name.removeprefix('model.')} ({type(module).__name__})")
+
+    hooks = [m.register_forward_hook(partial(hook, name)) for name, m in objective.named_modules() if name]
+    try:
+        objective.zero_grad(set_to_none=True)
+        loss = objective(batch)["loss"]
+        if found:
+            return found[0]
+        if not loss.isfinite():
+            return "the loss, although the outputs of all layers are finite"
+        loss.backward()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    for name, parameter in reversed(list(objective.named_parameters())):  # backward starts at the last layer
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            return f"gradient of {name.removeprefix('model.')}"
+    return "a value that is finite when the step is repeated eagerly"

@@ -1,24 +1,21 @@
-"""What a person sees while a run goes on: a bar where there is a terminal and rich, else a line now and then."""
+"""Progress display: a bar if there is a terminal and rich is installed, otherwise a line every 10 seconds."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, Self
 
 
 class Progress:
-    """Shows steps done, the latest numbers and the time left; `quiet` shows nothing."""
+    """Show the steps done, the latest numbers and the time left; with `quiet`, nothing."""
 
     def __init__(self, title: str, steps: int, start: int = 0, *, quiet: bool = False) -> None:
         self.title, self.steps, self.first = title, steps, start
         self.numbers: dict[str, str] = {}
         self.began = self.shown = time.monotonic()
-        self.bar: Any = None
         self.quiet = quiet
-        if not quiet and sys.stderr.isatty():
-            self.bar = make_bar()
+        self.bar: Any = make_bar() if not quiet and sys.stderr.isatty() else None
         if self.bar is not None:
             self.task = self.bar.add_task(title, total=steps, completed=start, numbers="")
 
@@ -27,9 +24,7 @@ class Progress:
             self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -51,9 +46,9 @@ class Progress:
 def text(name: str, value: float) -> str:
     if name.endswith("accuracy"):
         return f"{value:.2%}"
-    return (
-        f"{value:,.0f}" if name.endswith("/s") or value >= 1000 else f"{value:.3g}" if value < 0.01 else f"{value:.3f}"
-    )
+    if name.endswith("/s") or value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value < 0.01 else f"{value:.3f}"
 
 
 def make_bar() -> Any:

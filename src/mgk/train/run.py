@@ -1,18 +1,15 @@
-"""The folder of a run: everything that is needed to run it again, to continue it, and to see how it went.
+"""The folder of a run: everything needed to repeat it, to resume it, and to see how it went.
 
-config.json    what was asked for            run.json      versions, commit, data sums, machine of every start
-log.jsonl      a line per interval           result.json   the end, with the score on the test split
-last, best     see checkpoint.py             events.*      TensorBoard's, if asked for
+config.json    the configuration             run.json      versions, commit, data checksum, machine of every start
+log.jsonl      one line per log interval     result.json   the final scores, written at the end
+last, best     see checkpoint.py             events.*      TensorBoard events, if enabled
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mgk.environment import environment
 from mgk.files import read_lines, write_json, write_text
@@ -22,7 +19,7 @@ from mgk.train.config import Config
 
 
 class Run:
-    """A run on disk. Only the process with `writes` changes it."""
+    """A run on disk. Only the process with `writes=True` changes it."""
 
     def __init__(self, folder: Path, settings: Config, *, resume: bool, writes: bool) -> None:
         self.folder, self.config, self.writes = folder, settings, writes
@@ -31,22 +28,22 @@ class Run:
             raise ValueError(f"{folder}: holds a run already; continue it with --resume, or choose another --out")
         if folder.exists() and not there and any(path for path in folder.iterdir() if not path.name.startswith(".")):
             raise ValueError(f"{folder}: expected the folder of a run or an empty one, found other files")
-        # Without a checkpoint nothing has come of it yet: it may begin again as something else.
+        # Before its first checkpoint a run may start again with another configuration.
         self.begun = there and any((folder / name).exists() for name in ("last", "best", "result.json"))
         if self.begun:
             config.check_same(config.read(folder / "config.json"), settings, folder)
         self.events: Any = None
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """Write what the run is made from; on resuming, what is new about this start, which must have the same data."""
+        """Write the configuration, and append `facts` and the environment; raise an error if the data has changed."""
         path = self.folder / "run.json"
         starts = json.loads(path.read_text())["starts"] if self.begun and path.exists() else []
         now = facts["data"]["digest"]
-        before = starts[0].get("data", {}).get("digest", now) if starts else now  # old runs say nothing of it
+        before = starts[0].get("data", {}).get("digest", now) if starts else now  # older runs lack it
         if before != now:
             raise ValueError(
-                f"data: the run in {self.folder} was begun with those of digest {before[:12]}, got {now[:12]}; "
-                "continue it with the same, or choose another --out"
+                f"data: the run in {self.folder} was started with data of digest {before[:12]}, got {now[:12]}; "
+                "resume it with the same data, or choose another --out"
             )
         if not self.writes:
             return
@@ -62,7 +59,7 @@ class Run:
             self.events = SummaryWriter(str(self.folder))  # type: ignore[no-untyped-call]
 
     def restore(self) -> checkpoint.Checkpoint | None:
-        """Where to go on, None at the very start. Lines of the log from after it are dropped: they come again."""
+        """Return the newest checkpoint, or None. Log lines after it are removed, since those steps are repeated."""
         place = checkpoint.newest(self.folder)
         found = None if place is None else checkpoint.load(place)
         step = 0 if found is None else found.step
@@ -82,7 +79,7 @@ class Run:
         except OSError as error:
             raise CheckpointError(
                 f"{self.folder / 'log.jsonl'}: cannot be written ({error.strerror}); "
-                "make room and continue from the last checkpoint with --resume"
+                "free disk space and continue from the last checkpoint with --resume"
             ) from error
         if self.events is not None:
             for name, value in numbers.items():
@@ -91,11 +88,3 @@ class Run:
     def close(self) -> None:
         if self.events is not None:
             self.events.close()
-
-
-def share_cores(processes: int) -> None:
-    """Of one of so many processes: its share of the threads, unless OMP_NUM_THREADS says how many it has. With all of
-    them in each, a step of 5 ms took 100.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // processes))
