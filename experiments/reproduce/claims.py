@@ -125,12 +125,12 @@ def other_claims(table: Table) -> list[Claim]:
             "Attention of higher rank at half the heads",
             "Mean rank of the attention matrices over the first 512 positions (256 in a language model). yes or no: "
             "the 95% interval of the difference lies above or below 0.",
-            [looked(table, pair, "rank") for pair in half_heads()],
+            [compare_inside(table, pair, "rank") for pair in half_heads()],
         ),
         Claim(
             "Less redundant heads",
             "Effective number of different heads, at equal numbers of heads, by the same rule.",
-            [looked(table, pair, "effective_heads") for pair in equal_heads() if pair[1].heads > 1],
+            [compare_inside(table, pair, "effective_heads") for pair in equal_heads() if pair[1].heads > 1],
         ),
         Claim(
             "MLK closes part of the gap from linear to softmax attention",
@@ -340,7 +340,7 @@ def speed(ratio: float) -> Verdict:
     return "yes" if ratio >= 1 + FASTER else "no" if ratio <= 1 - FASTER else "within noise"
 
 
-def looked(table: Table, pair: Pair, quantity: str) -> Comparison:
+def compare_inside(table: Table, pair: Pair, quantity: str) -> Comparison:
     """Compare the mean over layers of a quantity that was measured inside the attention."""
     ours, theirs = (
         [statistics.mean(r.values["inside"][quantity]) for r in row if r.values.get("inside")]

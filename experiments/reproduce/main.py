@@ -16,15 +16,13 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 from experiments.reproduce import grid, records
 from experiments.reproduce.report import FIGURES, read_timings, report
-from experiments.reproduce.runner import RESULTS, RUNS, Tally, run_cells
+from experiments.reproduce.runner import RESULTS, RUNS, run_cells
 from experiments.reproduce.steps import STEPS, measure, read_steps
 from mgk.files import write_text
 
-What = Literal["table1", "table2", "table3", "table4", "checkpoints", "ablations", "all", "steps", "figures"]
 REPORT = Path("docs") / "results.md"
 WRITE = "python -m experiments.reproduce figures"
 EXPLAINED = """what to do:
@@ -40,42 +38,27 @@ EXPLAINED = """what to do:
 """
 
 
-def reproduce(
-    what: What,
-    *,
-    budget: float | None = None,
-    jobs: int = 1,
-    seeds: int = grid.SEEDS,
-    recipes: Sequence[str] = (),
-    heads: Sequence[int] = (),
-    cells: Sequence[str] = (),
-    check: bool = False,
-    results: Path = RESULTS,
-    runs: Path = RUNS,
-    out: Path = REPORT,
-    data_root: Path | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-) -> Tally | None:
-    """Train the selected cells, time their steps, or write or check the report; see `main` for the arguments.
+def reproduce(options: argparse.Namespace) -> None:
+    """Train the selected cells, time their steps, or write or check the report; see `parse` for the options.
 
     Raises ValueError if a check fails, RuntimeError if a cell fails.
     """
-    if check:
-        verify(results, out)
-        return None
-    if what == "figures":
-        write(results, out)
-        return None
-    chosen = [grid.Cell.parse(name) for name in cells]
-    if what == "steps":
-        chosen = chosen or grid.cells("all", seeds=1, tasks=recipes, heads=heads)
-        absent = measure(chosen, results.parent / STEPS.name, data_root=data_root, device=device)
-        tell_absent(absent)
-        return None
-    chosen = chosen or grid.cells(what, seeds=seeds, tasks=recipes, heads=heads)
-    tally = run_cells(
-        chosen, budget=budget, jobs=jobs, results=results, runs=runs, data_root=data_root, device=device, quiet=False
-    )
+    results, where = options.results, {"data_root": options.data_root, "device": options.device}
+    if options.check:
+        verify(results, options.out)
+        return
+    if options.what == "figures":
+        write(results, options.out)
+        return
+    timing = options.what == "steps"
+    target, seeds = ("all", 1) if timing else (options.what, options.seeds)
+    chosen = [grid.Cell.parse(name) for name in options.cells]
+    chosen = chosen or grid.cells(target, seeds=seeds, tasks=options.recipes, heads=options.heads)
+    if timing:
+        tell_absent(measure(chosen, results.parent / STEPS.name, **where))
+        return
+    limits = {"budget": options.budget, "jobs": options.jobs}
+    tally = run_cells(chosen, results=results, runs=options.runs, quiet=False, **limits, **where)
     tell_absent(tally.absent)
     before = len(chosen) - sum(map(len, (tally.finished, tally.failed, tally.left)))
     before -= sum(cell.task in tally.absent and not records.path_of(results, cell).exists() for cell in chosen)
@@ -85,7 +68,6 @@ def reproduce(
     )
     if tally.failed:
         raise RuntimeError(f"{len(tally.failed)} cells failed; {next(iter(tally.failed.values()))}")
-    return tally
 
 
 def tell_absent(absent: Mapping[str, str]) -> None:
@@ -137,8 +119,8 @@ def verify(results: Path, out: Path) -> None:
     print(f"{out} follows from the {len(found)} records in {results}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         "python -m experiments.reproduce",
         usage="%(prog)s [WHAT] [OPTIONS]",
@@ -147,7 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("what", choices=get_args(What), nargs="?", default="all", metavar="WHAT", help="see below; all if not given")
+    add(
+        "what",
+        choices=(*grid.TARGETS, "steps", "figures"),
+        nargs="?",
+        default="all",
+        metavar="WHAT",
+        help="see below; all if not given",
+    )
     add("--recipes", nargs="+", default=(), metavar="NAME", help=f"only these of {', '.join(grid.TASKS)}")
     add("--heads", type=int, nargs="+", default=(), metavar="H", help="only rows whose baseline has H heads")
     add("--seeds", type=int, default=grid.SEEDS, metavar="N", help="trainings of each row (default: %(default)s)")
@@ -160,9 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--runs", type=Path, default=RUNS, metavar="PATH", help="folder of the runs (default: %(default)s)")
     add("--out", type=Path, default=REPORT, metavar="PATH", help="the report (default: %(default)s)")
     add("--data-root", type=Path, metavar="PATH", help="prepared data sets (default: $MGK_DATA or ~/.cache/mgk/data)")
-    chosen: dict[str, Any] = vars(parser.parse_args(arguments))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
     try:
-        reproduce(**chosen)
+        reproduce(parse(arguments))
     except (ValueError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -99,10 +99,10 @@ def report(
         parts += [part for part in shown if part] or ["No records yet.\n"]
     parts += ["## What it costs\n", *([costs(table, steps)] if table else []), COSTS]
     if table:
-        parts += ["## Training curves\n", *map(picture, drawn(table))]
-    if seen := looked_into(table):
+        parts += ["## Training curves\n", *map(picture, curve_figures(table))]
+    if seen := tasks_with_ranks(table):
         parts += ["## Inside the attention\n", INSIDE, *map(inside_picture, seen)]
-        if maps := mapped(table):
+        if maps := maps_by_task(table):
             parts += [MAPS, *map(map_picture, maps)]
     parts += ["## Verdicts\n", RULES, *map(verdict, found)]
     parts += ["## Where the numbers come from\n", provenance(records)]
@@ -229,7 +229,7 @@ def costs(table: Mapping[str, Rows], steps: Steps) -> str:
     return note + "\n" + Table(header, lines).markdown()
 
 
-def drawn(table: Mapping[str, Rows]) -> list[tuple[str, str]]:
+def curve_figures(table: Mapping[str, Rows]) -> list[tuple[str, str]]:
     """Return the table and task of every figure of training curves."""
     pairs = [(target, task) for target in CURVES for task in tasks_of(target) if task in table]
     return [(target, task) for target, task in pairs if first_rows(target, table[task])]
@@ -240,7 +240,7 @@ def first_rows(target: str, found: Rows) -> list[Row]:
     return [row for row in GROUPS[target][0][1] if row in found]
 
 
-def looked_into(table: Mapping[str, Rows]) -> list[str]:
+def tasks_with_ranks(table: Mapping[str, Rows]) -> list[str]:
     """Return the tasks with a figure of ranks: those with rows whose attention was measured."""
     curved = {task for target in CURVES for task in tasks_of(target)}
     return [task for task in TASKS if task in curved & table.keys() and compared_rows(table[task])]
@@ -252,14 +252,15 @@ def compared_rows(found: Rows) -> list[Row]:
     return [row for row in listed if any(record.values.get("inside") for record in found[row])]
 
 
-def mapped(table: Mapping[str, Rows]) -> dict[tuple[str, str], dict[Row, Mapping[str, Any]]]:
+def maps_by_task(table: Mapping[str, Rows]) -> dict[tuple[str, str], dict[Row, Mapping[str, Any]]]:
     """Return by task and baseline one record of attention maps for each row of the figures."""
     found: dict[tuple[str, str], dict[Row, Mapping[str, Any]]] = {}
-    for task, (baseline, mixtures) in product(looked_into(table), FAMILIES.items()):
+    for task, (baseline, mixtures) in product(tasks_with_ranks(table), FAMILIES.items()):
         for row in compared_rows(table[task]):
-            looks = [look for record in table[task][row] if "maps" in (look := record.values.get("inside") or {})]
-            if looks and row.attention in (baseline, *mixtures):
-                found.setdefault((task, baseline), {})[row] = looks[0]
+            insides = [record.values.get("inside") or {} for record in table[task][row]]
+            with_maps = [inside for inside in insides if "maps" in inside]
+            if with_maps and row.attention in (baseline, *mixtures):
+                found.setdefault((task, baseline), {})[row] = with_maps[0]
     return found
 
 
