@@ -165,8 +165,12 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         line = [row.case.label, row.method, str(row.heads)]
         for direction in DIRECTIONS:
-            timed = direction in row.milliseconds
-            line += [f"{row.milliseconds[direction]:.3g}", f"{row.speedup[direction]:.2f}x"] if timed else ["-", "-"]
+            time = row.milliseconds.get(direction)
+            speed = row.speedup.get(direction)
+            line += [
+                "-" if time is None else f"{time:,.{1 if time >= 10 else 3}f}",
+                "-" if speed is None else f"{speed:.2f}x",
+            ]
         lines.append([*line, "wrong" if isinstance(row.error, str) else f"{row.error:.0e}"])
     return Table([*header, "error"], lines).markdown()
 
