@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,12 @@ def test_a_stop_side_by_side_stops_every_run_and_starts_no_other(
 ) -> None:
     """Long trainings, told to stop once two have started: both leave a checkpoint, and the third never starts."""
     runs = [tmp_path / "softmax-2" / f"seed-{seed}" for seed in range(3)]
-    real = runner.wait
 
     def stop(objects: list[Any], timeout: float | None) -> list[Any]:
         while not all((run / "log.jsonl").exists() for run in runs[:2]):
-            assert real(objects, 0.01) == []
+            assert wait(objects, 0.01) == []
         os.kill(os.getpid(), signal.SIGTERM)
-        return list(real(objects, timeout))
+        return list(wait(objects, timeout))
 
     monkeypatch.setattr(runner, "wait", stop)
     before = signal.getsignal(signal.SIGTERM)

@@ -6,12 +6,16 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from mgk.recipes.runner import Deadline, Failure, Stop, run_jobs, share_cores, stoppable
+
+Jobs = dict[int, Callable[[], Any]]
 
 
 def fail(reason: str) -> None:
@@ -22,11 +26,16 @@ def stop() -> None:
     raise Stop
 
 
+def ignore_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    time.sleep(600)
+
+
 @pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_failure_does_not_stop_the_others(processes: int) -> None:
     seen: list[tuple[int, str]] = []
-    jobs = {0: partial(abs, -1), 1: partial(fail, "a\n b"), 2: partial(abs, -3)}
+    jobs: Jobs = {0: partial(abs, -1), 1: partial(fail, "a\n b"), 2: partial(abs, -3)}
     found = run_jobs(jobs, processes=processes, on_failure=lambda key, reason: seen.append((key, reason)))
     assert found == {0: 1, 1: Failure("RuntimeError: a b"), 2: 3}
     assert seen == [(1, "RuntimeError: a b")]
@@ -35,29 +44,24 @@ def test_a_failure_does_not_stop_the_others(processes: int) -> None:
 @pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_job_that_was_stopped_stops_the_others(processes: int) -> None:
-    found = run_jobs({0: stop, 1: partial(time.sleep, 600), 2: partial(abs, -3)}, processes=processes)
-    assert found == {}
+    jobs: Jobs = {0: stop, 1: partial(time.sleep, 600), 2: partial(abs, -3)}
+    assert run_jobs(jobs, processes=processes) == {}
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.usefixtures("quick_processes")
 def test_a_worker_that_dies_is_a_failure() -> None:
     died = Failure("its process died with exit status 11")
-    assert run_jobs({0: partial(os._exit, 11), 1: partial(abs, -3)}, processes=2) == {0: died, 1: 3}
+    jobs: Jobs = {0: partial(os._exit, 11), 1: partial(abs, -3)}
+    assert run_jobs(jobs, processes=2) == {0: died, 1: 3}
 
 
 @pytest.mark.usefixtures("quick_processes")
 def test_a_worker_that_does_not_stop_is_killed_at_the_end_of_the_budget() -> None:
     began = time.monotonic()
-    deaf = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
-    assert run_jobs({0: partial(both, deaf, partial(time.sleep, 600))}, deadline=Deadline(2 / 60)) == {}
+    assert run_jobs({0: ignore_sigterm}, deadline=Deadline(2 / 60)) == {}
     assert time.monotonic() - began < 60
     assert multiprocessing.active_children() == []
-
-
-def both(first: partial[object], second: partial[object]) -> None:
-    first()
-    second()
 
 
 def test_no_run_starts_shortly_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,9 @@ class Batches(_Plan):
             self.track = (len(split) - 1) // batch_size
             self.windows = self.track // self.window
             if self.windows < 1:
-                most = (len(split) - 1) // self.window
                 raise ValueError(
-                    f"batch_size: expected at most the {most} windows of {max_length} tokens in the text, got {batch_size}"
+                    f"batch_size: expected at most the {(len(split) - 1) // self.window} windows of {max_length} tokens"
+                    f" in the text, got {batch_size}"
                 )
         elif len(split) == 0:
             raise ValueError("split: expected at least one example, got none")
