@@ -1,1 +1,4 @@
-"""What is timed against what, and how: `measure` does it, `cpu` is a machine to do it on, `demo` is the short tour."""
+"""Benchmarks of kernels and full models, against the baselines a user would pick instead.
+
+Run from a checkout: `python -m benchmarks.NAME`, where NAME is attention, train, generate, merging, tune or plot.
+"""

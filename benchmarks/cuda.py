@@ -1,408 +1,336 @@
-"""Mixture attention at half the heads against the best SDPA backend at all of them, on one GPU, in one run.
+"""Attention on one GPU, against the fastest backend of SDPA; run by `python -m benchmarks.attention --device cuda`.
 
-Both sides are replayed from CUDA graphs, so that launches do not count; the eager ratio stands beside. Nothing is timed
-before it agreed with the float64 formula. Needs nothing but torch, Triton and safetensors, so that it runs on a bare
-GPU machine: `python -m benchmarks.cuda`.
+Both sides are replayed from CUDA graphs, so that launches do not count; the speed-up of eager calls is reported too.
+Nothing is timed before its error has been compared with that of the formula in bfloat16. Needs only torch, Triton and
+safetensors.
 
 B batch, H heads of the baseline (a mixture has half), N positions, D width of a head.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import multiprocessing
 import os
-import platform
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import sdpa_kernel
 
 import mgk
-from mgk.environment import commit
+from mgk.environment import environment
 from mgk.files import write_json, write_text
+from mgk.nn import MixtureAttention
+from mgk.ops import measure
+from mgk.ops.measure import BACKENDS, BASELINE, MIXTURES, Case, Method, capture, cuda_milliseconds
+from mgk.tables import Table
 
-Shape = tuple[int, int, int, int, bool]
-SHAPES: tuple[Shape, ...] = (
-    (32, 8, 4096, 32, False),
-    (96, 8, 256, 16, True),
-    (8, 16, 4096, 64, False),
-    (4, 16, 8192, 64, True),
-    (4, 16, 8192, 128, True),
+CASES = (
+    Case("lra-4096", batch=32, heads=8, length=4096, width=32),
+    Case("wikitext", batch=96, heads=8, length=256, width=16, is_causal=True),
+    Case("wide", batch=8, heads=16, length=4096, width=64),
+    Case("long", batch=4, heads=16, length=8192, width=64, is_causal=True),
+    Case("long-wide", batch=4, heads=16, length=8192, width=128, is_causal=True),
 )
-METHODS = (("smgk", "soft"), ("smgk", "hard"), ("mgk", "soft"), ("mgk", "hard"))
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-DTYPE = torch.bfloat16
-# An H200, as measured: exponentials and bf16 products per second, bytes per second of a copy.
+LENGTHS = (4096, 8192, 16384, 32768, 65536)
+CACHE = Case("cache", batch=16, heads=16, length=32768, width=64)
+DEVICE, DTYPE = "cuda", torch.bfloat16
+# Rates of an H200, as measured: exponentials and bf16 products per second, bytes per second of a copy.
 LIMITS = {"exponentials": 132 * 16 * 1.83e9, "products": 790e12, "bytes": 4.3e12}
 
 
-def inputs(kind: str, shape: Shape, heads: int, std: float = 1.0) -> dict[str, Tensor]:
-    batch, _, length, width, _ = shape
+def inputs_of(case: Case, method: Method, std: float = 1.0) -> dict[str, Tensor]:
+    return measure.make_inputs(case, method, device=DEVICE, dtype=DTYPE, std=std)
 
-    def make(*size: int) -> Tensor:
-        return (std * torch.randn(size, device="cuda")).to(DTYPE).requires_grad_()
 
-    result = {"query": make(batch, heads, length, width)}
-    result["key"] = make(batch, heads, *([2] if kind == "mgk" else []), length, width)
-    if kind == "smgk":
-        result["shift"] = torch.randn(heads, 2, width, device="cuda", requires_grad=True)
-    result["value"] = make(batch, heads, length, width)
-    if kind != "sdpa":
-        result["log_prior"] = torch.full((heads, 2), 0.5, device="cuda").log().requires_grad_()
+def attend(case: Case, method: Method, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    return measure.attend(method, inputs, is_causal=case.is_causal, **options)
+
+
+def attend_and_grad(
+    case: Case, method: Method, inputs: dict[str, Tensor], grad: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """Return the output and the gradients of all inputs."""
+    output = attend(case, method, inputs, **options)
+    return {"output": output, **measure.gradients(output, inputs, grad)}
+
+
+def graph_milliseconds(work: Callable[[], object], rounds: int = 3) -> float:
+    """Return the time of a replay of the work's CUDA graph."""
+    return cuda_milliseconds(capture(work), rounds)
+
+
+def shape_of(case: Case) -> tuple[int, int, int, int, bool]:
+    """Return B, H, N, D and whether the case is causal, as the JSON file has them."""
+    return dataclasses.astuple(case)[1:]
+
+
+def compile_kernels(job: tuple[Case, Method]) -> None:
+    """Compile the kernels of a job in a process of its own; the timing process then finds them on disk."""
+    inputs = inputs_of(*job)
+    attend_and_grad(*job, inputs, torch.randn_like(inputs["value"]))
+
+
+def error(case: Case, method: Method, std: float = 1.0) -> dict[str, float]:
+    """Return the relative error against float64 of output and gradients, divided by that of eager bfloat16 code."""
+    small = Case(case.name, 1, 4, min(512, case.length), case.width, case.is_causal)
+    inputs = inputs_of(small, method, std)
+    grad = torch.randn_like(inputs["value"])
+    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
+    expected = attend_and_grad(small, method, exact, grad.double(), impl="reference")
+    found = attend_and_grad(small, method, inputs, grad)
+    eager = eager_low_precision(small, method, inputs, grad)
+    result = {}
+    for name, want in expected.items():
+        if name != "log_prior":  # a sum over all pairs that cancels: tests compare it with the size of its terms
+            norm = want.detach().norm() + 1e-30
+            ours, theirs = ((each[name] - want).detach().norm() / norm for each in (found, eager))
+            result[name] = float(ours / (theirs + 1e-4))
     return result
 
 
-def call(kind: str, e_step: str, shape: Shape, tensors: dict[str, Tensor], **options: Any) -> Tensor:
-    if kind == "sdpa":
-        return scaled_dot_product_attention(**tensors, is_causal=shape[-1])  # type: ignore[arg-type]
-    operator = mgk.mgk_attention if kind == "mgk" else mgk.smgk_attention
-    return operator(**tensors, e_step=e_step, is_causal=shape[-1], **options)  # type: ignore[arg-type]
-
-
-def both(kind: str, e_step: str, shape: Shape, tensors: dict[str, Tensor], grad: Tensor, **options: Any) -> Any:
-    output = call(kind, e_step, shape, tensors, **options)
-    return output, *torch.autograd.grad(output, list(tensors.values()), grad)
-
-
-def warm(job: tuple[str, str, Shape]) -> None:
-    """Compile what a job needs, in a process of its own: the timing process then finds it on disk."""
-    kind, e_step, shape = job
-    tensors = inputs(kind, shape, shape[1] // 2)
-    both(kind, e_step, shape, tensors, torch.randn_like(tensors["value"]))
-
-
-def error(kind: str, e_step: str, shape: Shape, std: float = 1.0) -> dict[str, float]:
-    """Relative error of values and gradients against float64, over that of the same formula in bfloat16, eagerly."""
-    torch.manual_seed(0)
-    small = (1, 2, min(512, shape[2]), *shape[3:])
-    tensors = inputs(kind, small, 2, std)
-    grad = torch.randn_like(tensors["value"])
-    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
-    wanted = both(kind, e_step, small, exact, grad.double(), impl="reference")
-    got = both(kind, e_step, small, tensors, grad)
-    eager = eager_low_precision(kind, e_step, small, tensors, grad)
-    report = {}
-    for name, want, have, low in zip(["output", *tensors], wanted, got, eager, strict=True):
-        if name != "log_prior":  # a sum over all pairs that cancels: judged by the tests, against the size of its terms
-            norm = want.norm() + 1e-30
-            report[name] = float((have.double() - want).norm() / norm / ((low.double() - want).norm() / norm + 1e-4))
-    return report
-
-
-def eager_low_precision(kind: str, e_step: str, shape: Shape, tensors: dict[str, Tensor], grad: Tensor) -> Any:
-    """The formula as one would write it in bfloat16."""
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
+def eager_low_precision(case: Case, method: Method, inputs: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """Compute the formula as one would write it in bfloat16."""
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
     query, key, value = leaves["query"], leaves["key"], leaves["value"]
-    if kind == "smgk":
+    if method.operator == "smgk":
         key = key[:, :, None] + leaves["shift"].to(DTYPE)[None, :, :, None]
     s2 = query.shape[-1] ** 0.5
     scores = (query[:, :, None] @ key.mT - key.square().sum(-1)[..., None, :] / 2) / s2
-    if e_step == "soft":
+    if method.e_step == "soft":
         scores = (scores + leaves["log_prior"].to(DTYPE)[None, :, :, None, None]).logsumexp(2)
     else:
         scores = scores.amax(2)
-    if shape[-1]:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").triu(1)
+    if case.is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=DEVICE).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     output = scores.softmax(-1) @ value
-    grads = torch.autograd.grad(output, list(leaves.values()), grad, allow_unused=True)
-    return output, *[torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
+    return {"output": output, **measure.gradients(output, leaves, grad)}
 
 
-def graph_milliseconds(work: Callable[[], Any], rounds: int = 3) -> float:
-    """Median of the mean time of a replay, of as many replays as take a few hundredths of a second."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return time_it(graph.replay, rounds)
-
-
-def time_it(work: Callable[[], Any], rounds: int = 3) -> float:
-    event: Any = torch.cuda.Event
-    start, stop = event(enable_timing=True), event(enable_timing=True)
-    work()
-    start.record()
-    work()
-    stop.record()
-    torch.cuda.synchronize()
-    count = max(3, min(300, int(25 / max(start.elapsed_time(stop), 1e-3))))
-    times: list[float] = []
-    for _ in range(rounds):
-        start.record()
-        for _ in range(count):
-            work()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / count)
-    return statistics.median(times)
-
-
-def measure(kind: str, e_step: str, shape: Shape) -> dict[str, float]:
-    """Milliseconds forward and forward+backward, from graphs and eagerly, and the peak beyond the inputs in MiB."""
+def measure_one(case: Case, method: Method) -> dict[str, float]:
+    """Return the milliseconds of both directions, from graphs and eagerly, and the peak memory beyond the inputs."""
     torch.cuda.empty_cache()
-    heads = shape[1] if kind == "sdpa" else shape[1] // 2
-    tensors = inputs(kind, shape, heads)
-    grad = torch.randn_like(tensors["value"])
+    inputs = inputs_of(case, method)
+    grad = torch.randn_like(inputs["value"])
 
-    def forward() -> Tensor:
-        return call(kind, e_step, shape, tensors)
-
-    def train() -> Any:
-        return both(kind, e_step, shape, tensors, grad)
+    def train() -> dict[str, Tensor]:
+        return attend_and_grad(case, method, inputs, grad)
 
     with torch.no_grad():
-        result = {"forward": graph_milliseconds(forward)}
-    result["train"] = graph_milliseconds(train)
-    result["eager_train"] = time_it(train)
+        result = {"forward": graph_milliseconds(lambda: attend(case, method, inputs))}
+    return result | {
+        "train": graph_milliseconds(train), "eager_train": cuda_milliseconds(train), "peak_mib": peak_mib(train),
+    }  # fmt: skip
+
+
+def peak_mib(work: Callable[[], object]) -> float:
+    """Return how much memory a call needs at its peak beyond what was allocated before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    train()
-    result["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return result
+    work()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def compare(shapes: tuple[Shape, ...], methods: tuple[tuple[str, str], ...]) -> list[dict[str, Any]]:
+def each_backend(what: str, work: Callable[[], Any]) -> dict[str, Any]:
+    """Return the result of `work` with every SDPA backend that supports it."""
+    found = {}
+    for name, backend in BACKENDS.items():
+        try:
+            with sdpa_kernel(backend):
+                found[name] = work()
+        except RuntimeError as reason:
+            print(f"{name}, {what}: {str(reason).splitlines()[0]}", flush=True)
+    return found
+
+
+def operators() -> list[dict[str, Any]]:
+    """Compare every mixture with the best backend on every case. A wrong result is not timed."""
+    jobs = [(case, method) for case in CASES for method in MIXTURES]
+    with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
+        pool.map(compile_kernels, jobs, chunksize=1)
     rows = []
-    for shape in shapes:
-        baseline: dict[str, dict[str, float]] = {}
-        for name, backend in BACKENDS.items():
-            try:
-                with sdpa_kernel(backend):
-                    baseline[name] = measure("sdpa", "", shape)
-            except RuntimeError as reason:  # a backend that does not take this shape
-                print(f"{name} at {shape}: {str(reason).splitlines()[0]}", flush=True)
-        best = {
-            key: min(times[key] for times in baseline.values())
-            for key in ("forward", "train", "eager_train", "peak_mib")
-        }
-        print(f"{shape} sdpa {best}", flush=True)
-        for kind, e_step in methods:
-            row: dict[str, Any] = {"shape": shape, "method": f"{kind} {e_step}", "error": error(kind, e_step, shape)}
-            wrong = {name: value for name, value in row["error"].items() if not value <= 2}
-            if wrong:
-                print(
-                    f"{shape} {kind} {e_step}: not timed, error over twice that of eager bfloat16: {wrong}", flush=True
-                )
-            else:
-                row |= {"milliseconds": measure(kind, e_step, shape), "baseline": baseline}
-                row["speedup"] = {
-                    key: best[key] / row["milliseconds"][key] for key in ("forward", "train", "eager_train")
-                }
-                row["memory"] = row["milliseconds"]["peak_mib"] / best["peak_mib"]
-                row["of_the_limit"] = {
-                    key: max(floor(kind, e_step, shape, key == "train").values()) / row["milliseconds"][key]
-                    for key in ("forward", "train")
-                }
-                numbers = {key: round(value, 3) for key, value in row["milliseconds"].items()}
-                print(
-                    f"{shape} {kind} {e_step} {numbers} "
-                    + " ".join(f"{k} {v:.2f}x" for k, v in row["speedup"].items()),
-                    flush=True,
-                )
-            rows.append(row)
+    for case in CASES:
+        baseline = each_backend(case.label, lambda: measure_one(case, BASELINE))  # noqa: B023
+        rows += [compare(case, method, baseline) for method in MIXTURES]
     return rows
 
 
-def floor(kind: str, e_step: str, shape: Shape, train: bool) -> dict[str, float]:
-    """The least milliseconds that exponentials, products and memory allow our algorithm; the largest one binds.
+def compare(case: Case, method: Method, baseline: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Return errors, times and speed-ups of one mixture on one case."""
+    row: dict[str, Any] = {"shape": shape_of(case), "method": method.name, "error": error(case, method)}
+    wrong = {name: value for name, value in row["error"].items() if not value <= 2}
+    if wrong:
+        print(f"{case.label} {method.name}: not timed, error over twice that of eager bfloat16: {wrong}", flush=True)
+        return row
+    ours = measure_one(case, method)
+    best = {name: min(times[name] for times in baseline.values()) for name in ours}
+    row |= {
+        "milliseconds": ours,
+        "baseline": baseline,
+        "speedup": {name: best[name] / ours[name] for name in ("forward", "train", "eager_train")},
+        "memory": ours["peak_mib"] / best["peak_mib"],
+        "of_the_limit": {
+            name: max(least_milliseconds(case, method, name == "train").values()) / ours[name]
+            for name in ("forward", "train")
+        },
+    }
+    print(case.label, method.name, {name: f"{value:.2f}x" for name, value in row["speedup"].items()}, flush=True)
+    return row
 
-    Exponentials: one a pair, M for soft MGK; the backward pass takes them twice, once by rows and once by columns.
+
+def least_milliseconds(case: Case, method: Method, train: bool) -> dict[str, float]:
+    """Return the least time that exponentials, products and memory allow our algorithm; the largest one is the limit.
+
+    Exponentials: one per pair, M for soft MGK. The backward pass computes them twice, once by rows and once by columns.
     """
-    batch, heads, length, width, causal = shape
-    pairs = batch * heads / 2 * length**2 / (2 if causal else 1)
-    score = 2 if kind == "mgk" else 1  # score products and their gradients, for each component
-    products, exponentials = 2 * width * (score + 1), score if e_step == "soft" else 1
+    pairs = case.batch * case.heads / 2 * case.length**2 / (2 if case.is_causal else 1)
+    score = 2 if method.operator == "mgk" else 1  # score products, and their gradients, of each component
+    products, exponentials = 2 * case.width * (score + 1), score if method.e_step == "soft" else 1
     tensors = 3 + score
     if train:
-        products += 2 * width * (2 * score + 1) + 2 * width * (2 * score + 2)
+        products += 2 * case.width * (2 * score + 1) + 2 * case.width * (2 * score + 2)
         exponentials *= 3
         tensors *= 3
-    moved = tensors * batch * heads / 2 * length * width * 2
+    moved = tensors * case.batch * case.heads / 2 * case.length * case.width * 2
     counts = {"exponentials": pairs * exponentials, "products": pairs * products, "bytes": moved}
     return {name: 1e3 * count / LIMITS[name] for name, count in counts.items()}
 
 
-def numerics(shape: Shape = (1, 2, 512, 64, True)) -> dict[str, dict[str, float]]:
-    """The error over that of eager bfloat16, for entries of standard deviation 1, 6 and 30: at most 2 is wanted."""
-    result = {}
-    for std in (1.0, 6.0, 30.0):
-        for kind, e_step in METHODS:
-            result[f"{kind} {e_step} std {std:g}"] = error(kind, e_step, shape, std)
-    return result
+def numerics() -> dict[str, dict[str, float]]:
+    """Return the error relative to eager bfloat16 for inputs of standard deviation 1, 6 and 30; the limit is 2."""
+    case = Case("numerics", batch=1, heads=4, length=512, width=64, is_causal=True)
+    return {f"{method.name} std {std:g}": error(case, method, std) for std in (1.0, 6.0, 30.0) for method in MIXTURES}
 
 
-def decode(batch: int = 16, heads: int = 16, cache: int = 32768, width: int = 64) -> dict[str, Any]:
-    """One query against a long cache."""
-    shape = (batch, heads, cache, width, True)
-    times: dict[str, float] = {}
+def decode() -> dict[str, Any]:
+    """Time one query against a long cache."""
+
+    def milliseconds(method: Method) -> float:
+        inputs = inputs_of(CACHE, method)
+        inputs["query"] = inputs["query"][:, :, -1:].contiguous()
+        causal = method != BASELINE  # SDPA aligns the causal mask upper-left, and one query would see one key
+        return graph_milliseconds(lambda: measure.attend(method, inputs, is_causal=causal))
+
     with torch.no_grad():
-        for name, backend in BACKENDS.items():
-            tensors = inputs("sdpa", shape, heads)
-            tensors["query"] = tensors["query"][:, :, -1:].contiguous()
-            try:
-                with sdpa_kernel(backend):
-                    times[f"sdpa {name}"] = graph_milliseconds(lambda: call("sdpa", "", (*shape[:4], False), tensors))  # noqa: B023
-            except RuntimeError as reason:
-                print(f"{name}, one query: {str(reason).splitlines()[0]}", flush=True)
-        best = min(times.values())
-        for kind, e_step in METHODS:
-            tensors = inputs(kind, shape, heads // 2)
-            tensors["query"] = tensors["query"][:, :, -1:].contiguous()
-            times[f"{kind} {e_step}"] = graph_milliseconds(lambda: call(kind, e_step, shape, tensors))  # noqa: B023
-    ours = {f"{kind} {e_step}": best / times[f"{kind} {e_step}"] for kind, e_step in METHODS}
-    return {"shape": shape, "milliseconds": times, "speedup": ours}
-
-
-def m_step(shape: Shape = SHAPES[0]) -> dict[str, float]:
-    """The M-step for the priors beside a forward pass of the same kind, milliseconds."""
-    result = {}
-    for kind in ("smgk", "mgk"):
-        tensors = {name: tensor.detach() for name, tensor in inputs(kind, shape, shape[1] // 2).items()}
-        value = tensors.pop("value")
-        result[f"{kind} M-step"] = graph_milliseconds(lambda: mgk.update_prior(**tensors))  # type: ignore[arg-type]  # noqa: B023
-        with torch.no_grad():
-            result[f"{kind} forward"] = graph_milliseconds(
-                lambda: call(kind, "soft", shape, {**tensors, "value": value})  # noqa: B023
-            )
-    return result
-
-
-def padded(shape: Shape = SHAPES[0]) -> dict[str, float]:
-    """A batch of lengths as IMDb's bytes have them, against the same batch without padding."""
-    batch, heads, length, _, _ = shape
-    tensors = inputs("smgk", shape, heads // 2)
-    grad = torch.randn_like(tensors["value"])
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.empty(batch).log_normal_(7.0, 0.65, generator=generator).clamp(100, length).long()
-    lengths = (lengths.double() * (batch * length / 2 / lengths.sum())).clamp(max=length).long()  # half of it padding
-    mask = (torch.arange(length)[None] < lengths[:, None]).cuda()
-    whole = graph_milliseconds(lambda: both("smgk", "soft", shape, tensors, grad))
-    short = graph_milliseconds(lambda: both("smgk", "soft", shape, tensors, grad, key_mask=mask, query_mask=mask))
+        backends = each_backend("one query", lambda: milliseconds(BASELINE))
+        ours = {method.name: milliseconds(method) for method in MIXTURES}
+    best = min(backends.values())
     return {
-        "share of real tokens": float(mask.float().mean()),
-        "whole": whole,
-        "padded": short,
-        "speedup": whole / short,
+        "shape": (*shape_of(CACHE)[:4], True),
+        "milliseconds": {f"sdpa {name}": value for name, value in backends.items()} | ours,
+        "speedup": {name: best / value for name, value in ours.items()},
     }
 
 
-def growth(lengths: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536)) -> dict[str, dict[str, float]]:
-    """Milliseconds forward+backward per 2^15 tokens as N grows: sixteen heads of softmax against eight of ours."""
+def m_step() -> dict[str, float]:
+    """Return the milliseconds of the M-step for the priors and of a forward pass with the same inputs."""
     result = {}
-    for length in lengths:
-        shape = (max(1, 2**15 // length), 16, length, 64, False)
-        share = 2**15 / (shape[0] * length)
+    for operator in ("smgk", "mgk"):
+        method = Method(operator)
+        inputs = {name: tensor.detach() for name, tensor in inputs_of(CASES[0], method).items()}
+        without_value: Any = {name: tensor for name, tensor in inputs.items() if name != "value"}
+        result[f"{operator} M-step"] = graph_milliseconds(lambda: mgk.update_prior(**without_value))  # noqa: B023
+        with torch.no_grad():
+            result[f"{operator} forward"] = graph_milliseconds(lambda: attend(CASES[0], method, inputs))  # noqa: B023
+    return result
+
+
+def padded() -> dict[str, float]:
+    """Compare a batch with lengths like those of IMDb's reviews with the same batch without padding."""
+    case, method = CASES[0], Method("smgk")
+    inputs = inputs_of(case, method)
+    grad = torch.randn_like(inputs["value"])
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(case.batch).log_normal_(7.0, 0.65, generator=generator).clamp(100, case.length).long()
+    lengths = (lengths.double() * (case.batch * case.length / 2 / lengths.sum())).clamp(max=case.length).long()
+    mask = (torch.arange(case.length)[None] < lengths[:, None]).to(DEVICE)  # about half of it is padding
+    masks = {"key_mask": mask, "query_mask": mask}
+    full = graph_milliseconds(lambda: attend_and_grad(case, method, inputs, grad))
+    short = graph_milliseconds(lambda: attend_and_grad(case, method, inputs, grad, **masks))
+    share = float(mask.float().mean())
+    return {"share of real tokens": share, "whole": full, "padded": short, "speedup": full / short}
+
+
+def growth() -> dict[str, dict[str, float]]:
+    """Return milliseconds forward+backward per 2^15 tokens as N grows, softmax with 16 heads and mixtures with 8."""
+    result = {}
+    for length in LENGTHS:
+        case = Case("growth", max(1, 2**15 // length), 16, length, 64)
         times = {}
-        for name, kind, heads in (("flash", "sdpa", 16), ("cudnn", "sdpa", 16), ("smgk", "smgk", 8), ("mgk", "mgk", 8)):
+        for name in ("flash", "cudnn", "smgk", "mgk"):
             torch.cuda.empty_cache()
-            tensors = inputs(kind, shape, heads)
-            grad = torch.randn_like(tensors["value"])
-            with sdpa_kernel(BACKENDS[name]) if kind == "sdpa" else nullcontext():
-                times[name] = share * time_it(lambda: both(kind, "soft", shape, tensors, grad), 1)  # noqa: B023
+            method = BASELINE if name in BACKENDS else Method(name)
+            inputs = inputs_of(case, method)
+            grad = torch.randn_like(inputs["value"])
+            with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
+                milliseconds = cuda_milliseconds(lambda: attend_and_grad(case, method, inputs, grad), 1)  # noqa: B023
+            times[name] = milliseconds * 2**15 / (case.batch * length)
         result[str(length)] = times
     return result
 
 
-def module_times(shape: Shape, variant: str) -> dict[str, float]:
-    """Milliseconds forward+backward of a whole attention layer, projections included."""
-    from mgk.nn import MixtureAttention
+def modules() -> list[dict[str, Any]]:
+    """Compare attention layers, projections included: sMGK with half the heads and softmax with all of them."""
+    rows = []
+    for case in CASES:
+        times = {variant: module_times(case, variant) for variant in ("softmax", "smgk")}
+        speedup = {name: times["softmax"][name] / ours for name, ours in times["smgk"].items()}
+        rows.append({"shape": shape_of(case), "milliseconds": times, "speedup": speedup})
+        print("module", case.label, speedup, flush=True)
+    return rows
 
+
+def module_times(case: Case, variant: str) -> dict[str, float]:
+    """Return milliseconds forward+backward of an attention layer, eager and compiled, with and without CUDA graphs."""
     torch.cuda.empty_cache()
-    torch._dynamo.reset()  # every shape is one more compilation of the same code, and eight is the limit
-    batch, heads, length, width, causal = shape
-    count = heads if variant == "softmax" else heads // 2
-    layer = MixtureAttention(heads * width, count, variant=variant, head_dim=width, causal=causal).to("cuda", DTYPE)
-    x = torch.randn(batch, length, heads * width, device="cuda", dtype=DTYPE, requires_grad=True)
+    torch._dynamo.reset()  # every shape compiles the same code again, and Dynamo stops after eight times
+    heads, width = case.heads if variant == "softmax" else case.heads // 2, case.heads * case.width
+    layer = MixtureAttention(width, heads, variant=variant, head_dim=case.width, causal=case.is_causal)
+    layer = layer.to(DEVICE, DTYPE)
+    x = torch.randn(case.batch, case.length, width, device=DEVICE, dtype=DTYPE, requires_grad=True)
     grad, leaves = torch.randn_like(x), [x, *layer.parameters()]
     times: dict[str, float] = {}
     for name, module in (("eager", layer), ("compiled", torch.compile(layer, fullgraph=True))):
         train = lambda: torch.autograd.grad(module(x)[0], leaves, grad)  # noqa: B023, E731
-        times |= {name: time_it(train), f"{name}, graph": graph_milliseconds(train)}
+        times |= {name: cuda_milliseconds(train), f"{name}, graph": graph_milliseconds(train)}
     return times
 
 
-def modules(shapes: tuple[Shape, ...]) -> list[dict[str, Any]]:
-    """sMGK at half the heads against softmax at all of them."""
-    rows = []
-    for shape in shapes:
-        times = {variant: module_times(shape, variant) for variant in ("softmax", "smgk")}
-        speedup = {name: times["softmax"][name] / ours for name, ours in times["smgk"].items()}
-        rows.append({"shape": shape, "milliseconds": times, "speedup": speedup})
-        print("module", shape, speedup, flush=True)
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Speed-ups forward+backward (forward) as Markdown."""
-    names = [f"{kind} {e_step}" for kind, e_step in METHODS]
-    lines = ["| B, H, N, D | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for shape in dict.fromkeys(tuple(row["shape"]) for row in rows):
-        cells = {row["method"]: row["speedup"] for row in rows if tuple(row["shape"]) == shape and "speedup" in row}
-        text = [f"{cells[n]['train']:.2f} ({cells[n]['forward']:.2f})" if n in cells else "-" for n in names]
-        lines.append(f"| {', '.join(map(str, shape[:4]))}{' causal' if shape[4] else ''} | " + " | ".join(text) + " |")
-    return "\n".join(lines)
-
-
-def environment() -> dict[str, Any]:
-    import triton
-
-    return {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "python": platform.python_version(), "mgk": mgk.__version__, "commit": commit(), "dtype": str(DTYPE),
-    }  # fmt: skip
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the speed-ups forward+backward (forward) as Markdown."""
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        speed = row.get("speedup")
+        text = f"{speed['train']:.2f} ({speed['forward']:.2f})" if speed else "-"
+        lines.setdefault(Case("", *row["shape"]).label, {})[row["method"]] = text
+    names = [method.name for method in MIXTURES]
+    body = [[label, *(cells.get(name, "-") for name in names)] for label, cells in lines.items()]
+    return Table(["B, H, N, D", *names], body).markdown()
 
 
 PARTS: dict[str, Callable[[], Any]] = {
-    "operators": lambda: compare(SHAPES, METHODS),
+    "operators": operators,
     "decode": decode,
     "numerics": numerics,
     "padded": padded,
     "growth": growth,
     "m_step": m_step,
-    "modules": lambda: modules(SHAPES),
+    "modules": modules,
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="results/bench-cuda.json; for some parts a file of their own")
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    options = parser.parse_args(arguments)
-    some = () if options.parts == list(PARTS) else options.parts
-    path = options.output or Path("results") / f"{'-'.join(('bench', 'cuda', *some))}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"environment": environment()}
-    if "operators" in options.parts:
-        jobs = [(kind, e_step, shape) for shape in SHAPES for kind, e_step in METHODS]
-        with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
-            pool.map(warm, jobs, chunksize=1)
-    for name in options.parts:
+def main(parts: Sequence[str], path: Path) -> None:
+    """Measure the named parts. The file is written after each, so that an error later loses nothing."""
+    result: dict[str, Any] = {"environment": {**environment(), "dtype": str(DTYPE).removeprefix("torch.")}}
+    for name in parts:
         result[name] = PARTS[name]()
-        if name != "operators":
-            print(name, result[name], flush=True)
-        write_json(path, result)  # what is measured stays, whatever comes next
+        print(table(result[name]) if name == "operators" else f"{name} {result[name]}", flush=True)
+        write_json(path, result)
     if "operators" in result:
-        print(table(result["operators"]))
-        write_text(path.with_suffix(".md"), table(result["operators"]) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        write_text(path.with_suffix(".md"), table(result["operators"]))

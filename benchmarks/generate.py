@@ -1,15 +1,15 @@
-"""Tokens per second of `generate()` from a long cache: mixtures at half the heads against softmax at all of them.
+"""Tokens per second of `generate()` from a long cache: mixtures with half the heads, softmax with all of them.
 
-`python -m benchmarks.generate`. All are language models of `mgk.hf` of one shape, with initial weights and a cache of
-random keys and values: what a step costs does not depend on them. Each goes two roads through Transformers'
-`generate()`, greedily: "dynamic", step by step from Python, and "static" (`cache_implementation="static"`), whose steps
-are one CUDA graph. Softmax without a mask also has a choice of SDPA kernels. The speed of a model is that of its best
-road, softmax included.
+`python -m benchmarks.generate`. All are language models of `mgk.hf` of one size, with initial weights and a cache of
+random keys and values; the cost of a step does not depend on their values. Each generates greedily through
+Transformers' `generate()` in two modes: "dynamic", step by step from Python, and "static"
+(`cache_implementation="static"`), whose steps are one CUDA graph. Softmax also runs with cuDNN's SDPA kernel. Models,
+softmax included, are compared by their fastest modes.
 
-The time of a token is the difference between generating many and few, over their number, so that whatever comes once
-does not count. Nothing is timed before both roads agreed with the model without a cache.
+The time of a token is the difference between generating many and few tokens, divided by the difference in number, so
+that one-time costs do not count. Nothing is timed before both modes agree with the model without a cache.
 
-B batch, H heads, M components, N positions in the cache, C its room, D width of a head.
+B batch, H heads, M components, N positions in the cache, C its capacity, D width of a head.
 """
 # mypy: disallow-untyped-calls=False
 # Transformers is typed in part.
@@ -17,9 +17,9 @@ B batch, H heads, M components, N positions in the cache, C its room, D width of
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from mgk.files import write_json
 from mgk.hf import MGKCache, MGKConfig, MGKForCausalLM
 from mgk.hf.cache import stack_of
 from mgk.nn import KeyValueCache
+from mgk.tables import Table
 
 METHODS: dict[str, dict[str, Any]] = {
     "softmax": {"attention": "softmax"},
@@ -42,14 +43,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "MGK soft": {"attention": "mgk"},
 }
 BASELINE = "softmax"
-ROADS = {"dynamic": None, "dynamic, cuDNN": SDPBackend.CUDNN_ATTENTION, "static": None}
-CHECKED = (3, 24, 6)  # batch, prompt and steps that are compared before anything is timed
-WRONG = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest logit: a few roundings in each of some layers
+MODES = {"dynamic": None, "dynamic, cuDNN": SDPBackend.CUDNN_ATTENTION, "static": None}
+CHECKED = (3, 24, 6)  # batch, prompt length and steps of the check
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # error allowed, relative to the largest logit
 
 
 @dataclass(frozen=True)
 class Case:
-    """`heads` are those of softmax; a mixture has half of them."""
+    """Sizes of the models and of the measurement. Softmax uses all `heads`, a mixture half of them."""
 
     batch: int = 16
     cache: int = 32768
@@ -66,6 +67,7 @@ TINY = Case(batch=2, cache=40, heads=4, width=8, layers=2, vocabulary=50, few=4,
 
 
 def make(method: str, case: Case, device: str) -> Any:
+    """Build the language model of a method."""
     torch.manual_seed(0)
     inner = case.heads * case.width
     fields: dict[str, Any] = {
@@ -77,14 +79,15 @@ def make(method: str, case: Case, device: str) -> Any:
     return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
 
 
-def new_cache(model: Any, road: str, batch: int, room: int) -> MGKCache:
-    """As `generate()` makes it, with its room reserved on both roads."""
-    if road == "static":
-        return MGKCache(model.mgk.new_cache(batch), room)
-    return MGKCache(model.mgk.new_cache(batch, room))
+def new_cache(model: Any, mode: str, batch: int, capacity: int) -> MGKCache:
+    """Create a cache as `generate()` does, but with memory reserved in both modes."""
+    if mode == "static":
+        return MGKCache(model.mgk.new_cache(batch), capacity)
+    return MGKCache(model.mgk.new_cache(batch, capacity))
 
 
 def fill(cache: MGKCache, model: Any, length: int) -> None:
+    """Append random keys and values to every layer."""
     attention = model.mgk.encoder.stack.layers[0].attention
     components = (attention.num_components,) if attention.variant == "mgk" else ()
     for layer in stack_of(cache).layers:
@@ -93,29 +96,29 @@ def fill(cache: MGKCache, model: Any, length: int) -> None:
             torch.randn(*shape, *extra, length, attention.head_dim, device=model.device, dtype=model.dtype)
             for extra in (components, ())
         )
-        assert isinstance(layer, KeyValueCache)  # of softmax, MGK and sMGK
+        assert isinstance(layer, KeyValueCache)  # softmax, MGK and sMGK have this kind
         layer.append(key, value)
 
 
 @torch.no_grad()
-def check(model: Any, road: str) -> float:
-    """The largest error of stepwise logits, in units of the largest logit without a cache; raises if it is wrong."""
+def check(model: Any, mode: str) -> float:
+    """Return the largest error of stepwise logits, relative to the largest logit; raise if it is too large."""
     batch, prompt, steps = CHECKED
     tokens = torch.randint(1, model.config.vocabulary, (batch, prompt + steps), device=model.device)
     expected = model(tokens).logits[:, prompt - 1 :]
-    cache = new_cache(model, road, batch, prompt + steps)
+    cache = new_cache(model, mode, batch, prompt + steps)
     found = [model(tokens[:, :prompt], past_key_values=cache, logits_to_keep=1).logits]
-    for place in range(prompt, prompt + steps):
-        mask = torch.ones_like(tokens[:, : place + 1])
-        found.append(model(tokens[:, place : place + 1], attention_mask=mask, past_key_values=cache).logits)
+    for position in range(prompt, prompt + steps):
+        mask = torch.ones_like(tokens[:, : position + 1])
+        found.append(model(tokens[:, position : position + 1], attention_mask=mask, past_key_values=cache).logits)
     error = float((torch.cat(found, 1) - expected).abs().max() / expected.abs().max())
-    if not error <= WRONG[model.dtype]:
-        raise RuntimeError(f"{road}: logits are off by {error:.1e} of the largest; a wrong result is not timed")
+    if not error <= LIMITS[model.dtype]:
+        raise RuntimeError(f"{mode}: logits have a relative error of {error:.1e}; a wrong result is not timed")
     return error
 
 
 def seconds(model: Any, cache: MGKCache, tokens: torch.Tensor, new: int) -> float:
-    """Of one `generate()` of so many tokens, after which the cache is what it was."""
+    """Return the time that `generate()` takes for `new` tokens, and crop the cache to its length before."""
     length = cache.get_seq_length()
     sync = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     sync()
@@ -132,12 +135,13 @@ def seconds(model: Any, cache: MGKCache, tokens: torch.Tensor, new: int) -> floa
     return passed
 
 
-def measure(method: str, road: str, case: Case, device: str) -> dict[str, Any]:
+def measure(method: str, mode: str, case: Case, device: str) -> dict[str, Any]:
+    """Check and time one method in one mode."""
     model = make(method, case, device)
-    backend = ROADS[road]
+    backend = MODES[mode]
     with sdpa_kernel(backend) if backend is not None else nullcontext():
-        error = check(model, road)
-        cache = new_cache(model, road, case.batch, case.cache + case.many)
+        error = check(model, mode)
+        cache = new_cache(model, mode, case.batch, case.cache + case.many)
         fill(cache, model, case.cache)
         held = cache.bytes
         tokens = torch.randint(1, case.vocabulary, (case.batch, case.cache + 1), device=device)
@@ -150,7 +154,7 @@ def measure(method: str, road: str, case: Case, device: str) -> dict[str, Any]:
     return {
         "method": method,
         "heads": model.config.heads,
-        "road": road,
+        "mode": mode,
         "tokens_per_second": case.batch / step,
         "milliseconds": 1000 * step,
         "lowest": 1000 * min(times),
@@ -163,7 +167,7 @@ def measure(method: str, road: str, case: Case, device: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each method by its best road, beside softmax by its best."""
+    """Compare the fastest mode of each method with the fastest mode of softmax."""
     timed = sorted((row for row in rows if "failed" not in row), key=lambda row: float(row["tokens_per_second"]))
     best = {row["method"]: row for row in timed}  # the last of each name is its fastest
     if BASELINE not in best:
@@ -171,7 +175,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     base = best[BASELINE]
     return {
         name: {
-            "road": row["road"],
+            "mode": row["mode"],
             "speedup": row["tokens_per_second"] / base["tokens_per_second"],
             "cache": row["cache_bytes"] / base["cache_bytes"],
         }
@@ -179,55 +183,56 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    found = summary(rows)
-    yield "| model | heads | road | ms a step | tokens/s | cache GiB | TB/s |"
-    yield "| --- | ---: | --- | ---: | ---: | ---: | ---: |"
+def report(rows: list[dict[str, Any]]) -> str:
+    """Return the table of all measurements and a line for each method."""
+    lines = []
     for row in rows:
         if "failed" in row:
-            yield f"| {row['method']} | | {row['road']} | {row['failed']} | | | |"
+            lines.append([row["method"], "", row["mode"], row["failed"], "", "", ""])
             continue
-        yield (
-            f"| {row['method']} | {row['heads']} | {row['road']} | {row['milliseconds']:.2f} "
-            f"| {row['tokens_per_second']:.0f} | {row['cache_bytes'] / 2**30:.2f} "
-            f"| {row['cache_bytes_per_second'] / 1e12:.2f} |"
-        )
-    for name, each in found.items():
-        yield f"{name} ({each['road']}): {each['speedup']:.2f}x the tokens/s of softmax, {each['cache']:.2f}x its cache"
+        numbers = [f"{row['milliseconds']:.2f}", f"{row['tokens_per_second']:.0f}"]
+        numbers += [f"{row['cache_bytes'] / 2**30:.2f}", f"{row['cache_bytes_per_second'] / 1e12:.2f}"]
+        lines.append([row["method"], str(row["heads"]), row["mode"], *numbers])
+    table = Table(["model", "heads", "mode", "ms/step", "tokens/s", "cache GiB", "TB/s"], lines).markdown()
+    return table + "\n".join(
+        f"{name} ({each['mode']}): {each['speedup']:.2f}x the tokens/s of softmax, {each['cache']:.2f}x its cache"
+        for name, each in summary(rows).items()
+    )
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="results/generate-cuda.json")
-    parser.add_argument("--tiny", action="store_true", help="small enough for a CPU, to see that it runs")
-    parser.add_argument("--layers", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("results/generate-cuda.json"))
+    parser.add_argument("--tiny", action="store_true", help="sizes small enough for a CPU, to see that it runs")
+    parser.add_argument("--layers", type=int, default=0, help="layers of the models; 12 if not given")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     chosen = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     case = TINY if chosen.tiny else Case()
     if chosen.layers:
-        case = Case(**{**vars(case), "layers": chosen.layers})
+        case = dataclasses.replace(case, layers=chosen.layers)
     transformers.utils.logging.set_verbosity_error()
     rows: list[dict[str, Any]] = []
     facts = environment()
     facts["versions"]["transformers"] = transformers.__version__
     result: dict[str, Any] = {"environment": facts, "case": vars(case), "rows": rows}
-    path = Path(chosen.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
     for method in chosen.methods:
-        for road, backend in ROADS.items():
+        for mode, backend in MODES.items():
             if backend is not None and (method != BASELINE or device == "cpu"):
                 continue
             try:
-                rows.append(measure(method, road, case, device))
-            except RuntimeError as reason:  # of a road or a kernel that there is not; the others go on
-                rows.append({"method": method, "road": road, "failed": str(reason).splitlines()[0]})
+                rows.append(measure(method, mode, case, device))
+            except RuntimeError as reason:  # e.g. a kernel that is missing; continue with the others
+                rows.append({"method": method, "mode": mode, "failed": str(reason).splitlines()[0]})
             print(rows[-1], flush=True)
             result["summary"] = summary(rows)
-            write_json(path, result)  # what is measured stays, whatever comes next
+            write_json(chosen.output, result)  # keep what is measured if something fails later
             if device == "cuda":
                 torch.cuda.empty_cache()
-    print("\n".join(lines(rows)))
+    print(report(rows))
     return result
 
 

@@ -1,12 +1,12 @@
-"""Half the heads of models that this project trained, by merging and by dropping: `python -m benchmarks.merging`.
+"""Halve the heads of models that this project trained, by merging and by dropping: `python -m benchmarks.merging`.
 
 For a language model on bytes of Wikipedia and a classifier of reviews, both softmax:
 
-1. train it with `mgk.train` (or take the run in `--runs`);
-2. merge its heads two and two into mixture-key heads, or drop every second one;
-3. fine-tune for a tenth of the steps: the merged model, the one with dropped heads and, so that more training is not
-   taken for a merit of merging, the original too. The learning rate of each is chosen on the validation set;
-4. measure all on the test set, before and after.
+1. Train it with `mgk.train`, or use the run in `--runs`.
+2. Merge its heads in pairs into heads with mixture keys, or drop every second one.
+3. Fine-tune for a tenth of the steps: the merged model, the one with dropped heads, and the original, so that the gain
+   from more training is not attributed to merging. The learning rate of each is chosen on the validation set.
+4. Evaluate all on the test set, before and after fine-tuning.
 """
 # mypy: disallow-untyped-calls=False
 # Transformers is typed in part.
@@ -35,16 +35,16 @@ from mgk.train import config as run_config
 from mgk.train import replace, train
 from mgk.train.config import Config
 
-SHARE = 10  # steps of the original for one of fine-tuning
+SHARE = 10  # training steps of the original per step of fine-tuning
 RATES = (3e-4, 1e-3, 3e-3)
 CALIBRATION = {"enwik8": (128, 256), "imdb": (8, 1024)}  # windows and their length
 VALID = 60  # batches
 
 
 def settings_of(name: str, steps: int) -> Config:
-    """The recipe with all heads, short: learning rates go up in a tenth of the steps."""
+    """Return the recipe with all heads and few steps, a tenth of them for warm-up."""
     base = recipe("enwik8")
-    if name == "imdb":  # a quarter of its length, and faster: to be trained in seconds
+    if name == "imdb":  # a quarter of the length and a higher learning rate: trained in seconds
         base = replace(recipe("lra-text"), model__max_length=1024, optimiser__lr=5e-4)
     part = max(1, steps // 10)
     base = replace(base, steps=steps, optimiser__warmup=part, eval_every=part, eval_batches=VALID, data__valid_batch=96)
@@ -53,7 +53,7 @@ def settings_of(name: str, steps: int) -> Config:
 
 @torch.no_grad()
 def score(model: Any, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
-    """Mean loss and, of a classifier, accuracy."""
+    """Return the mean loss and, for a classifier, the accuracy."""
     model.eval()
     loss, right, count = 0.0, 0, 0
     for batch in batches:
@@ -67,7 +67,7 @@ def score(model: Any, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def tuned(model: Any, texts: Texts, steps: int, rates: tuple[float, ...]) -> tuple[Any, float]:
-    """The best of some learning rates on the validation set, and which it was."""
+    """Fine-tune with every learning rate and return the best model on the validation set, with its rate."""
     found = []
     for lr in rates:
         torch.manual_seed(0)
@@ -79,10 +79,10 @@ def tuned(model: Any, texts: Texts, steps: int, rates: tuple[float, ...]) -> tup
 
 
 def study(run: Path, data_root: str | None = None, rates: tuple[float, ...] = RATES) -> dict[str, Any]:
-    """What becomes of the model of a run."""
+    """Halve, fine-tune and evaluate the model of a run."""
     settings = run_config.read(run / "config.json")
     texts = texts_of_run(settings, data_root, *CALIBRATION.get(settings.data.name, (32, 256)), VALID)
-    assert texts.test is not None  # of a run
+    assert texts.test is not None
     model: Any = from_run(run)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     steps = settings.steps // SHARE
@@ -104,6 +104,7 @@ def study(run: Path, data_root: str | None = None, rates: tuple[float, ...] = RA
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the summary of a study, line by line."""
     base = found["rows"][0]["at_once"]
     yield f"{found['data']}: {found['steps']} steps, then {found['tuning_steps']} of fine-tuning"
     for row in found["rows"]:
@@ -115,24 +116,25 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             text += (
                 f"  accuracy {row['at_once']['accuracy']:.4f} -> {row['tuned']['accuracy']:.4f} ({points:+.2f} points)"
             )
-        yield text + f"  cache {row['cache_per_token']} numbers a token, {row['parameters']:,} parameters"
+        yield text + f"  cache {row['cache_per_token']} numbers per token, {row['parameters']:,} parameters"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="results/merging.json")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.merging", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("results/merging.json"))
     parser.add_argument(
-        "--runs", default="runs/merging", help="folder of the originals: enwik8, imdb; trained if missing"
+        "--runs", default="runs/merging", help="folder of the original models, enwik8 and imdb; trained if missing"
     )
     parser.add_argument("--models", nargs="*", default=["enwik8", "imdb"], choices=["enwik8", "imdb"])
-    parser.add_argument("--steps", type=int, nargs=2, default=[2000, 6000], help="of the two originals")
-    parser.add_argument("--set", nargs="*", default=[], help="other fields of the configuration, NAME=JSON")
+    parser.add_argument("--steps", type=int, nargs=2, default=[2000, 6000], help="training steps of the two originals")
+    parser.add_argument("--set", nargs="*", default=[], help="further fields of the configuration, NAME=JSON")
     parser.add_argument("--data-root", default=None)
     chosen = parser.parse_args(arguments)
     fields = {name: json.loads(value) for name, value in (each.split("=", 1) for each in chosen.set)}
     result: dict[str, Any] = {"environment": environment(), "studies": []}
-    path = Path(chosen.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
     for name, steps in zip(("enwik8", "imdb"), chosen.steps, strict=True):
         if name not in chosen.models:
             continue
@@ -141,7 +143,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         trained = time.perf_counter() - start
         found = study(run, chosen.data_root) | {"seconds": [trained, time.perf_counter() - start - trained]}
         result["studies"].append(found)
-        write_json(path, result)
+        write_json(chosen.output, result)
         print("\n".join(lines(found)), flush=True)
     return result
 

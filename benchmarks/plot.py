@@ -1,4 +1,4 @@
-"""A picture of time against N: `python -m benchmarks.plot results/bench-cuda.json docs/growth`."""
+"""Draw time against N: `python -m benchmarks.plot results/bench-cuda.json docs/growth`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NAMES = {
 
 
 def growth_figure(growth: dict[str, dict[str, float]]) -> Figure:
-    """`growth` is the part of that name: {N: {backend or kind: milliseconds per 2^15 tokens}}."""
+    """Draw the part "growth" of the results, {N: {backend or variant: milliseconds per 2^15 tokens}}."""
     lengths = sorted(int(length) for length in growth)
     with styled():
         figure = Figure(figsize=(6, 3.2), layout="constrained")
         axes = figure.subplots()
-        for (kind, name), colour, marker in zip(NAMES.items(), reversed(COLOURS), MARKERS, strict=False):
-            axes.plot(lengths, [growth[str(n)][kind] for n in lengths], color=colour, marker=marker, label=name)
+        for (variant, name), colour, marker in zip(NAMES.items(), reversed(COLOURS), MARKERS, strict=False):
+            axes.plot(lengths, [growth[str(n)][variant] for n in lengths], color=colour, marker=marker, label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
@@ -34,9 +34,10 @@ def growth_figure(growth: dict[str, dict[str, float]]) -> Figure:
 
 
 def main(source: str, stem: str) -> list[Path]:
+    """Draw the figure of the results in `source` as STEM.svg and STEM.png."""
     result: dict[str, Any] = json.loads(Path(source).read_text())
     if "growth" not in result:
-        made = "python -m benchmarks.cuda --parts growth"
+        made = "python -m benchmarks.attention --device cuda --parts growth"
         raise ValueError(f"{source}: expected a part 'growth', as `{made}` writes it, got {', '.join(result)}")
     return save(growth_figure(result["growth"]), stem)
 

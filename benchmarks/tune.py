@@ -1,7 +1,7 @@
-"""Find tile sizes on the GPU at hand: `python -m benchmarks.tune`. The winners go by hand into ops/triton/tiles.py.
+"""Find the fastest tile sizes on this GPU: `python -m benchmarks.tune`. Copy the best into ops/triton/tiles.py by hand.
 
-Every candidate is first compiled by worker processes; then a pass is timed with one kernel's tile exchanged and the
-others as in the table, on the same tensors.
+Worker processes first compile every candidate. Then a pass is timed with the tile of one kernel replaced and the others
+as in the table, on the same tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda import SHAPES, Shape, graph_milliseconds
+from benchmarks.cuda import CASES, graph_milliseconds
+from mgk.ops.measure import Case
 
-Candidate = tuple[int, ...]  # queries, keys, warps, stages, and perhaps a cap on registers
+Candidate = tuple[int, ...]  # queries, keys, warps, stages, and optionally the most registers per thread
 CANDIDATES: dict[tuple[str, str], dict[int, list[Candidate]]] = {  # by family, kernel and width
     ("shifted", "short forward"): {
         16: [(64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 64, 4, 3, 144), (64, 32, 4, 3, 128), (64, 64, 4, 1, 168)],
@@ -64,12 +65,11 @@ CANDIDATES: dict[tuple[str, str], dict[int, list[Candidate]]] = {  # by family, 
 FAMILIES = ("shifted", "mixture")
 
 
-def passes(family: str, hard: bool, shape: Shape) -> dict[str, Callable[[], Any]]:
-    """The forward and the backward pass as functions without arguments, at half the heads."""
+def passes(family: str, hard: bool, case: Case) -> dict[str, Callable[[], Any]]:
+    """Return the forward and the backward pass with half the heads, as functions without arguments."""
     from mgk.ops import triton as ours
 
-    batch, heads, length, width, causal = shape
-    heads //= 2
+    batch, heads, length, width = case.batch, case.heads // 2, case.length, case.width
 
     def make(*size: int) -> torch.Tensor:
         return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
@@ -86,7 +86,7 @@ def passes(family: str, hard: bool, shape: Shape) -> dict[str, Callable[[], Any]
     else:
         tensors = (query, make(batch, heads, 2, length, width), value, prior, *[None] * 5)
         run, run_backward = ours.mixture_forward, ours.mixture_backward
-    options = width**0.5, hard, causal, 0.0, 0
+    options = width**0.5, hard, case.is_causal, 0.0, 0
     results = run(*tensors, *options)
     grad = torch.randn_like(results[0])
     return {
@@ -96,7 +96,7 @@ def passes(family: str, hard: bool, shape: Shape) -> dict[str, Callable[[], Any]
 
 
 def exchange(family: str, kernel: str, tile: Candidate) -> str:
-    """Let a kernel take this tile, and say which pass it is part of."""
+    """Let a kernel use this tile, and return the pass that the kernel belongs to."""
     from mgk.ops.triton.tiles import Tile, override
 
     override.clear()
@@ -105,7 +105,7 @@ def exchange(family: str, kernel: str, tile: Candidate) -> str:
 
 
 def without_far_heads() -> None:
-    """Leave out the launches for heads that reach far: a candidate would be compiled for them too, and not run."""
+    """Skip the launches for heads that would overflow: their kernels would be compiled too, but do nothing."""
     ours: Any = importlib.import_module("mgk.ops.triton")
     every = ours.launch
 
@@ -117,46 +117,47 @@ def without_far_heads() -> None:
         ours.launch = near
 
 
-def compile_one(job: tuple[str, bool, Shape, str, Candidate]) -> None:
-    family, hard, shape, kernel, tile = job
+def compile_one(job: tuple[str, bool, Case, str, Candidate]) -> None:
+    """Compile the kernels of a pass with one tile replaced."""
+    family, hard, case, kernel, tile = job
     try:
         without_far_heads()
-        passes(family, hard, shape)[exchange(family, kernel, tile)]()
-    except Exception:  # too large for the chip; it will fail again, in the open, when it is timed
+        passes(family, hard, case)[exchange(family, kernel, tile)]()
+    except Exception:  # too large for this GPU; the error is reported when it is timed
         return
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.tune", description=__doc__)
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))))
+    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(CASES))), help="indices in cuda.CASES")
     parser.add_argument("--e-steps", nargs="*", choices=("soft", "hard"), default=("soft",))
     parser.add_argument("--output", default="tune.json")
     options = parser.parse_args()
-    groups = [(f, e == "hard", SHAPES[i]) for f in options.families for e in options.e_steps for i in options.shapes]
+    groups = [(f, e == "hard", CASES[i]) for f in options.families for e in options.e_steps for i in options.shapes]
     jobs = [
         (*group, kernel, tile)
         for group in groups
         for (family, kernel), by_width in CANDIDATES.items()
         if family == group[0]
-        for tile in by_width.get(group[2][3], [])
+        for tile in by_width.get(group[2].width, [])
     ]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         pool.map(compile_one, jobs, chunksize=1)
     without_far_heads()
     found: dict[str, list[tuple[float, Candidate]]] = {}
-    for family, hard, shape in groups:
-        work = passes(family, hard, shape)
+    for family, hard, case in groups:
+        work = passes(family, hard, case)
         for (owner, kernel), by_width in CANDIDATES.items():
-            if owner != family or shape[3] not in by_width:
+            if owner != family or case.width not in by_width:
                 continue
             times = []
-            for tile in by_width[shape[3]]:
+            for tile in by_width[case.width]:
                 try:
                     times.append((graph_milliseconds(work[exchange(family, kernel, tile)], 1), tile))
                 except Exception as error:
-                    print(f"{family} {shape} {kernel} {tile}: {type(error).__name__}", flush=True)
-            title = f"{family} {'hard' if hard else 'soft'} {shape} {kernel}"
+                    print(f"{family} {case.label} {kernel} {tile}: {type(error).__name__}", flush=True)
+            title = f"{family} {'hard' if hard else 'soft'} {case.label} {kernel}"
             found[title] = sorted(times)
             print(title, "  ".join(f"{time:.4f} {tile}" for time, tile in found[title]), flush=True)
             Path(options.output).write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""The pictures of the report: of the first rows of each table curves of every seed, ranks and maps; and costs."""
+"""Draw the figures of the report: training curves, ranks and maps of the first rows of each table, and costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from pathlib import Path
 from experiments.reproduce.grid import TASKS
 from experiments.reproduce.inside import unpack_map
 from experiments.reproduce.records import Record
-from experiments.reproduce.report import compared_rows, drawn, first_rows, looked_into, mapped, tabulate
+from experiments.reproduce.report import (
+    compared_rows,
+    curve_figures,
+    first_rows,
+    maps_by_task,
+    tabulate,
+    tasks_with_ranks,
+)
 from mgk.inspect.costs import cost_curves
 from mgk.inspect.figures import Points, attention_maps, costs, curves, save
 
@@ -18,10 +25,10 @@ HEADS = (2, 4, 8, 16)
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Every figure that the report shows, as SVG and PNG."""
+    """Draw every figure of the report as SVG and PNG."""
     table = tabulate(records)
     written = []
-    for target, task in drawn(table):
+    for target, task in curve_figures(table):
         quantity = "accuracy" if TASKS[task].metric == "accuracy" else "loss"
         panels: dict[str, dict[str, Points]] = {
             f"{event} {name}": {
@@ -30,7 +37,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
             for event, name in (("train", "loss"), ("valid", quantity))
         }
         written += save(curves(panels, x_label="thousand steps"), folder / f"{target}-{task}")
-    for task in looked_into(table):
+    for task in tasks_with_ranks(table):
         rows = {row: table[task][row] for row in compared_rows(table[task])}
         panels = {
             "mean rank": {row.label: by_layer(found, "rank") for row, found in rows.items()},
@@ -42,11 +49,9 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         for axes in figure.axes:
             axes.locator_params("x", integer=True)
         written += save(figure, folder / f"ranks-{task}")
-    for (task, baseline), looks in mapped(table).items():
-        maps = {
-            row.label: [[unpack_map(text) for text in heads] for heads in look["maps"]] for row, look in looks.items()
-        }
-        numbers = next(iter(looks.values()))["map_layers"]
+    for (task, baseline), found in maps_by_task(table).items():
+        maps = {row.label: [[unpack_map(text) for text in heads] for heads in x["maps"]] for row, x in found.items()}
+        numbers = next(iter(found.values()))["map_layers"]
         written += save(attention_maps(maps, size=0.7, names=numbers), folder / f"maps-{task}-{baseline}")
     for name, family in (("softmax", ("softmax", "mgk", "smgk")), ("linear", ("linear", "mlk", "smlk"))):
         written += save(costs(cost_curves(family, heads=HEADS), heads=HEADS), folder / f"costs-{name}")
@@ -54,7 +59,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def every_seed(records: Sequence[Record], event: str, quantity: str) -> Points:
-    """A curve for each seed, as one line with gaps: one of a plateau that some leave would not be the truth."""
+    """Return the curves of all seeds as one line with gaps. Their mean would hide which seeds leave a plateau."""
     steps, values = [], []
     for record in records:
         x, y = record.curve(event, quantity)
@@ -64,7 +69,7 @@ def every_seed(records: Sequence[Record], event: str, quantity: str) -> Points:
 
 
 def by_layer(records: Sequence[Record], quantity: str, unit: int = 1) -> Points:
-    """The mean over seeds for each layer."""
+    """Return the mean over seeds for each layer."""
     found = [record.values["inside"][quantity] for record in records if record.values.get("inside")]
     means = [statistics.mean(layer) / unit for layer in zip(*found, strict=True)]
     return list(range(1, len(means) + 1)), means

@@ -1,7 +1,7 @@
-"""Which trainings the tables are made of, and in which order they are worth doing.
+"""The trainings that the tables consist of, in the order in which they are most useful.
 
-A cell is one training: a task, an attention, heads, at most one option, a seed. A task is a recipe with what the table
-wants changed; its name says what it is trained on, not what the paper was trained on.
+A cell is one training: a task, an attention, a number of heads, at most one option, and a seed. A task is a recipe with
+the changes that the table needs. Its name says what it is trained on, which may differ from the paper's data.
 """
 
 from __future__ import annotations
@@ -23,39 +23,38 @@ SEEDS = 5
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on, and how its score is read."""
+    """A recipe, and how its score is reported."""
 
     config: Config
     metric: Metric
     note: str
     """How it differs from the paper's experiment."""
     plateau: bool = False
-    """Whether accuracy sits on a plateau and then jumps, or never does."""
+    """Whether accuracy stays on a plateau before it rises, if it rises at all."""
     sliding: bool = False
-    """Whether the test perplexity of the sliding window, the paper's, is measured too."""
+    """Whether the paper's perplexity, with a window that slides by one token, is measured too."""
 
     @property
     def tokens(self) -> int:
-        """Of a language model's training: the same for all attentions."""
+        """Tokens of a language model's training, the same for all attentions; 0 for other models."""
         model = self.config.model
-        return self.config.steps * self.config.data.batch * (model.max_length if _language(self.config) else 0)  # type: ignore[union-attr]
-
-
-def _language(config: Config) -> bool:
-    return isinstance(config.model, LanguageModelConfig)
+        if not isinstance(model, LanguageModelConfig):
+            return 0
+        return self.config.steps * self.config.data.batch * model.max_length
 
 
 def _lra(name: str, **changes: Any) -> Config:
+    """Return a task of the Long Range Arena as the paper trained it."""
     return replace(recipe(f"lra-{name}", paper=True), **changes)
 
 
 def _words(name: str, **changes: Any) -> Config:
-    """The paper's model; as few steps as a table of many models can afford."""
+    """Return the paper's language model, with fewer steps."""
     return replace(recipe(name), **({"model__dropout": 0.1, "eval_every": 1000, "log_every": 50} | changes))
 
 
-# Few lengths, so that little time goes into CUDA graphs, and no padding outside the attention. Neither changes a
-# number, as padding is neither seen nor pooled.
+# Few different lengths, so that few CUDA graphs are captured, and no padding outside the attention. Neither changes a
+# result, because padding is masked and not pooled.
 _FEW_LENGTHS: dict[str, Any] = {"data__pad_multiple": 512, "data__pack": 8192, "data__valid_batch": 128}
 _BYTES: dict[str, Any] = {
     "model__layers": 16, "model__hidden": 2048, "optimiser__lr": 2.5e-4, "optimiser__warmup": 1000,
@@ -65,15 +64,14 @@ TASKS: dict[str, Task] = {
     "listops": Task(
         _lra("listops", eval_every=250, **_FEW_LENGTHS),
         "accuracy",
-        "LRA's procedure with our generator; 5,000 steps, as in the paper, but validated every 250 of them, "
-        "not every 50.",
+        "LRA's procedure with our generator; 5,000 steps, as in the paper, validated every 250 steps, not every 50.",
         plateau=True,
     ),
     "text": Task(
         _lra("text", eval_every=2000, **_FEW_LENGTHS),
         "accuracy",
-        "As in the paper: IMDb's official split, pooling over the padded length, and no validation set of its own: "
-        "the checkpoint is chosen on the test set, every 2,000 of 20,000 steps, not every 500.",
+        "As in the paper: IMDb's official split, pooling over the padded length, and no validation set: the checkpoint "
+        "is chosen on the test set. 20,000 steps, validated every 2,000, not every 500.",
     ),
     "text-sound": Task(
         _lra("text", data__train="train", data__valid="dev", eval_every=2000, **_FEW_LENGTHS),
@@ -83,47 +81,47 @@ TASKS: dict[str, Task] = {
     "text-often": Task(
         _lra("text", eval_every=500, **_FEW_LENGTHS),
         "accuracy",
-        "As `text`, but the checkpoint is chosen on the test set every 500 steps, as in the paper: accuracy there goes "
-        "up and down by points, and the best of forty looks is above the best of ten. Both are of the same run.",
+        "As `text`, but validated on the test set every 500 steps, as in the paper. Test accuracy fluctuates by whole "
+        "points, so the best of forty validations is above the best of ten. Both are given for the same run.",
     ),
     "listops-often": Task(
         _lra("listops", eval_every=50, **_FEW_LENGTHS),
         "accuracy",
-        "As `listops`, but validated every 50 steps, as in the paper. The training is the same, so the difference to "
-        "the same seeds there is that of the checkpoint.",
+        "As `listops`, but validated every 50 steps, as in the paper. The training is the same, so the results of a "
+        "seed differ only by the checkpoint.",
         plateau=True,
     ),
     "retrieval-rebuilt": Task(
         _lra("retrieval", data__name="aan-rebuilt", steps=4000, optimiser__warmup=320, eval_every=500),
         "accuracy",
-        "Pairs rebuilt from papers and citations: not LRA's pairs, a twentieth of their number, no paper in two "
-        "splits. 4,000 steps instead of 30,000, a warm-up of 320 of them instead of 800. Not comparable with the "
-        "paper's numbers.",
+        "Pairs rebuilt from papers and citations: not LRA's pairs, a twentieth of their number, and no paper in two "
+        "splits. 4,000 steps instead of 30,000, with a warm-up of 320 instead of 800. Not comparable with the paper's "
+        "numbers.",
     ),
     "listops-long": Task(
         _lra("listops", steps=15_000, eval_every=500, **_FEW_LENGTHS),
         "accuracy",
-        "As `listops`, with three times the steps, so that every seed has the time to leave the plateau.",
+        "As `listops`, with three times the steps, to give every seed time to leave the plateau.",
         plateau=True,
     ),
     "enwik8": Task(
         replace(recipe("enwik8"), **_BYTES),
         "bits",
-        "The paper's 16 layers on bytes of Wikipedia, with a plain softmax.",
+        "The paper's 16 layers on bytes of Wikipedia, with an ordinary softmax output.",
     ),
     "wikitext2": Task(
         _words("wikitext2", steps=2000, optimiser__warmup=200, eval_every=400),
         "perplexity",
-        "The paper's 16 layers on WikiText-2: two million words instead of 103. 2,000 steps, a warm-up of 200 of them, "
-        "for every model. Not comparable with the paper's numbers.",
+        "The paper's 16 layers on WikiText-2: two million words instead of 103 million. 2,000 steps, with a warm-up of "
+        "200. Not comparable with the paper's numbers.",
         sliding=True,
     ),
     "enwiki": Task(
         _words("enwiki", steps=4000, optimiser__warmup=400, eval_every=1000),
         "perplexity",
-        "The paper's 16 layers on 32 million words of Wikipedia articles, held-out articles as validation and test: "
-        "WikiText-103's training text is not among our data. 4,000 steps, a warm-up of 400 of them, for every model. "
-        "Not comparable with the paper's numbers.",
+        "The paper's 16 layers on 32 million words of Wikipedia articles, with held-out articles for validation and "
+        "test; WikiText-103's training text is not among our data. 4,000 steps, with a warm-up of 400. Not comparable "
+        "with the paper's numbers.",
     ),
     "enwik8-short": Task(
         replace(recipe("enwik8"), steps=3000),
@@ -142,9 +140,9 @@ TASKS: dict[str, Task] = {
             eval_every=250,
         ),
         "bits",
-        "A run of minutes without a GPU, in float32: 2 layers, windows of 128 bytes, 16 at a time, 1,000 steps. For "
-        "Eqn 13: its one training on a GPU, in bfloat16, stopped at a gradient that was not finite, with an M-step "
-        "that has been mended since and has not run there again (docs/math.md, 7).",
+        "A run of minutes on a CPU, in float32: 2 layers, windows of 128 bytes, batches of 16, 1,000 steps. For Eqn "
+        "13: its only training on a GPU, in bfloat16, stopped at a gradient that was not finite. The M-step has been "
+        "fixed since, but has not been run there again (docs/math.md, 7).",
     ),
 }
 
@@ -177,7 +175,7 @@ MEANING = {
 
 @dataclass(frozen=True, order=True)
 class Row:
-    """An attention as a table names it."""
+    """A row of a table: an attention, its heads and at most one option."""
 
     attention: str
     heads: int
@@ -212,7 +210,7 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """The cell of a name such as listops/smgk-h4-hard-s0."""
+        """Return the cell with a name such as listops/smgk-h4-hard-s0."""
         found = re.fullmatch(r"([\w-]+)/([a-z]+)-h(\d+)(?:-([a-z]\w*))??-s(\d+)", text)
         if found is None:
             raise ValueError(f"cells: expected RECIPE/ATTENTION-hHEADS[-OPTION]-sSEED, got {text!r}")
@@ -232,19 +230,19 @@ class Cell:
         return replace(base, **fields)
 
 
-PAIRS = ((8, 4), (4, 2), (2, 1), (1, None))  # heads of a baseline, and of the mixtures that are to do its work
+PAIRS = ((8, 4), (4, 2), (2, 1), (1, None))  # heads of a baseline, and of the mixtures that are compared with it
 LRA = ("listops", "text", "retrieval-rebuilt", "text-sound", "listops-long")
 LANGUAGE = ("enwik8", "wikitext2", "enwiki")
 SHORT = ("enwik8-short", "enwik8-tiny")
 _ABLATED = ("m1", "m3", "m4", "variance", "em", "positions", "uniform", "hard")
 
 
-# Tasks, and rows that are compared with each other: a group is done on all its tasks before the next begins.
+# Tasks, and rows that are compared with each other. A group is trained on all its tasks before the next begins.
 Group = tuple[tuple[str, ...], list[Row]]
 
 
 def _paired(baseline: str, mixtures: Sequence[str]) -> list[Group]:
-    """The long runs are for the first rows alone."""
+    """Return a group per number of heads; only the first has the long runs."""
     return [
         (
             LRA if full == PAIRS[0][0] else LRA[:-1],
@@ -286,28 +284,28 @@ TARGETS = (*GROUPS, "all")
 
 
 def rows(target: str) -> list[Row]:
-    """Of a table, in the order of its groups."""
+    """Return the rows of a table, in the order of its groups."""
     return list(dict.fromkeys(row for _, group in GROUPS[target] for row in group))
 
 
 def tasks_of(target: str) -> list[str]:
-    """Of a table, in the order of its groups."""
+    """Return the tasks of a table, in the order of its groups."""
     return list(dict.fromkeys(task for tasks, _ in GROUPS[target] for task in tasks))
 
 
 def rows_on(task: str) -> set[Row]:
-    """Every row that some table has on a task."""
+    """Return all rows that any table has on a task."""
     return {cell.row for target in GROUPS for cell in _once(target, 0, (task,), ())}
 
 
 def cells(target: str, *, seeds: int = SEEDS, tasks: Iterable[str] = (), heads: Iterable[int] = ()) -> list[Cell]:
-    """The cells of a table, the most useful first: every model once before any twice, and the 8- and 4-head rows first.
+    """Return the cells of a table, most useful first: all rows with one seed before the next, and many heads first.
 
     Args:
         target: one of TARGETS.
-        seeds: trainings of each row.
-        tasks: only these, in this order; all if none is named.
-        heads: only groups of these numbers of heads of the baseline.
+        seeds: number of trainings of each row.
+        tasks: only these tasks, in this order; all if empty.
+        heads: only groups whose baseline has one of these numbers of heads; all if empty.
     """
     if target not in TARGETS:
         raise ValueError(f"what: expected one of {', '.join(TARGETS)}, got {target!r}")
@@ -323,13 +321,14 @@ def cells(target: str, *, seeds: int = SEEDS, tasks: Iterable[str] = (), heads: 
         own = dict.fromkeys(task for each in targets for task in tasks_of(each))
         full = dict.fromkeys(str(group[0].heads) for each in targets for _, group in GROUPS[each])
         raise ValueError(
-            f"recipes, heads: expected a choice that {target} has rows for, recipes of {', '.join(own)} and heads of "
+            f"recipes, heads: expected some that {target} has rows for, recipes of {', '.join(own)} and heads of "
             f"{', '.join(full)}, got {' '.join(wanted) or 'all'} and {' '.join(map(str, counts)) or 'all'}"
         )
     return list(dict.fromkeys(found))
 
 
 def _once(target: str, seed: int, wanted: tuple[str, ...], heads: tuple[int, ...]) -> Iterator[Cell]:
+    """Yield the cells of a table with one seed."""
     for tasks, group in GROUPS[target]:
         chosen = [task for task in wanted if task in tasks] if wanted else tasks
         if not heads or group[0].heads in heads:

@@ -1,5 +1,4 @@
-"""What the attention of a trained model looks like, in numbers for the record: ranks, how much its heads differ, and
-for some runs the maps of one input.
+"""Measure the attention of a trained model for its record: ranks, effective heads, and for some runs attention maps.
 
 G bins of a pooled map.
 """
@@ -23,17 +22,18 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-LENGTH = 512  # inputs are cut here, and shorter ones left out: ranks of matrices of one size
-EXAMPLES = 8  # fewer where there are many layers and heads
-MATRICES = 256
-BINS = 64  # of a map, each way
-DEPTH = 4  # layers of which a record has maps, evenly spread
+LENGTH = 512  # longer inputs are cut and shorter ones skipped, so that all matrices have one size
+EXAMPLES = 8  # at most; fewer if there are many layers and heads
+MATRICES = 256  # about as many attention matrices in all
+BINS = 64  # of a map, in each direction
+DEPTH = 4  # number of layers with maps, evenly spaced
 
 
 @torch.no_grad()
 def inside(run: Path, data_root: Path | None = None, *, maps: bool = False) -> dict[str, Any] | None:
-    """Means over examples (and heads) for each layer, with `maps` those of the first example, too; None if the test
-    split has no input long enough.
+    """Return means over examples (and heads) for each layer, with `maps` also the attention maps of one example.
+
+    Returns None if no input of the test split is long enough.
     """
     opened = Run.open(run, data_root=data_root)
     length = min(LENGTH, getattr(opened.config.model, "max_length", LENGTH))
@@ -59,7 +59,7 @@ def inside(run: Path, data_root: Path | None = None, *, maps: bool = False) -> d
 
 
 def pack_maps(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
-    """Pooled maps of every head of some layers, as text; the layers are counted from 1."""
+    """Return the pooled maps of every head of some layers as text; layers are counted from 1."""
     last = len(summaries) - 1
     shown = sorted({round(last * part / (DEPTH - 1)) for part in range(DEPTH)})
     return {
@@ -69,13 +69,13 @@ def pack_maps(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
 
 
 def pack_map(weights: Float[Tensor, "g g"]) -> str:
-    """A square in 256 shades, the roots of its weights, so that faint ones are not lost."""
+    """Encode a map in 256 shades of the square root of its weights, so that small weights remain visible."""
     shades = (255 * (weights / weights.max()).sqrt()).round().to(torch.uint8)
     return base64.b64encode(zlib.compress(shades.numpy().tobytes(), 9)).decode("ascii")
 
 
 def unpack_map(text: str) -> Float[Tensor, "g g"]:
-    """The weights as shares of the largest; their roots are right to half a part in 255."""
+    """Decode a map as shares of its largest weight. Their square roots have an error of at most 1/510."""
     shades = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
     side = math.isqrt(len(shades))
     return (shades.view(side, side) / 255).square()

@@ -1,4 +1,13 @@
-"""Fill the tables of the paper and write the report: `python -m experiments.reproduce`."""
+"""Reproduce the tables of the paper: train their cells, then write or check the report.
+
+    python -m experiments.reproduce table1 --recipes listops text --seeds 3 --jobs 3 --budget 60
+    python -m experiments.reproduce steps        time a training step of every row
+    python -m experiments.reproduce figures      write docs/results.md and its figures
+    python -m experiments.reproduce --check      verify that docs/results.md follows from the records
+
+A cell is one training: a recipe, an attention, its heads, at most one option, and a seed. A finished cell has a record
+in results/cells and is not trained again. A session that was stopped resumes with the same command.
+"""
 
 from __future__ import annotations
 
@@ -7,78 +16,73 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 from experiments.reproduce import grid, records
 from experiments.reproduce.report import FIGURES, read_timings, report
-from experiments.reproduce.runner import RESULTS, RUNS, Tally, run_cells
+from experiments.reproduce.runner import RESULTS, RUNS, run_cells
 from experiments.reproduce.steps import STEPS, measure, read_steps
 from mgk.files import write_text
 
-What = Literal["table1", "table2", "table3", "table4", "checkpoints", "ablations", "all", "steps", "figures"]
 REPORT = Path("docs") / "results.md"
 WRITE = "python -m experiments.reproduce figures"
+EXPLAINED = """what to do:
+  table1             train the rows of Table 1: softmax, sMGK and MGK on the Long Range Arena
+  table2             of Table 2: linear, sMLK and MLK on the Long Range Arena
+  table3             of Table 3: language models
+  table4             of Table 4: ways to learn the mixture
+  checkpoints        of the comparison with more frequent validation
+  ablations          of the ablations
+  all                of all of these (the default)
+  steps              time a training step of every row, into results/steps.json
+  figures            write the report and its figures
+"""
 
 
-def reproduce(
-    what: What,
-    *,
-    budget: float | None = None,
-    jobs: int = 1,
-    seeds: int = grid.SEEDS,
-    recipes: Sequence[str] = (),
-    heads: Sequence[int] = (),
-    cells: Sequence[str] = (),
-    check: bool = False,
-    results: Path = RESULTS,
-    runs: Path = RUNS,
-    out: Path = REPORT,
-    data_root: Path | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-) -> Tally | None:
-    """Train the chosen cells, or write or check the report.
+def reproduce(options: argparse.Namespace) -> None:
+    """Train the selected cells, time their steps, or write or check the report; see `parse` for the options.
 
-    A check that fails raises ValueError; failed cells raise RuntimeError.
+    Raises ValueError if a check fails, RuntimeError if a cell fails.
     """
-    if check:
-        verify(results, out)
-        return None
-    if what == "figures":
-        write(results, out)
-        return None
-    chosen = [grid.Cell.parse(name) for name in cells]
-    if what == "steps":
-        chosen = chosen or grid.cells("all", seeds=1, tasks=recipes, heads=heads)
-        absent = measure(chosen, results.parent / STEPS.name, data_root=data_root, device=device)
-        tell_absent(absent)
-        return None
-    chosen = chosen or grid.cells(what, seeds=seeds, tasks=recipes, heads=heads)
-    tally = run_cells(
-        chosen, budget=budget, jobs=jobs, results=results, runs=runs, data_root=data_root, device=device, quiet=False
-    )
+    results, where = options.results, {"data_root": options.data_root, "device": options.device}
+    if options.check:
+        verify(results, options.out)
+        return
+    if options.what == "figures":
+        write(results, options.out)
+        return
+    timing = options.what == "steps"
+    target, seeds = ("all", 1) if timing else (options.what, options.seeds)
+    chosen = [grid.Cell.parse(name) for name in options.cells]
+    chosen = chosen or grid.cells(target, seeds=seeds, tasks=options.recipes, heads=options.heads)
+    if timing:
+        tell_absent(measure(chosen, results.parent / STEPS.name, **where))
+        return
+    limits = {"budget": options.budget, "jobs": options.jobs}
+    tally = run_cells(chosen, results=results, runs=options.runs, quiet=False, **limits, **where)
     tell_absent(tally.absent)
     before = len(chosen) - sum(map(len, (tally.finished, tally.failed, tally.left)))
     before -= sum(cell.task in tally.absent and not records.path_of(results, cell).exists() for cell in chosen)
     print(
-        f"{len(tally.finished)} cells finished, {before} had been before, {len(tally.failed)} failed, "
-        f"{len(tally.left)} are left for the same command; records in {results}"
+        f"{len(tally.finished)} cells finished, {before} were finished before, {len(tally.failed)} failed, "
+        f"{len(tally.left)} remain; the same command continues; records in {results}"
     )
     if tally.failed:
         raise RuntimeError(f"{len(tally.failed)} cells failed; {next(iter(tally.failed.values()))}")
-    return tally
 
 
 def tell_absent(absent: Mapping[str, str]) -> None:
+    """Print the tasks that were skipped for lack of data."""
     for task, reason in absent.items():
-        print(f"{task}: left out: {reason}")
+        print(f"{task}: skipped: {reason}")
 
 
 def text(found: Sequence[records.Record], results: Path) -> str:
+    """Return the report, with the timings that lie beside the folder of records."""
     return report(found, read_timings(results.parent / "bench-cuda.json"), read_steps(results.parent / STEPS.name))
 
 
 def read(results: Path) -> list[records.Record]:
-    """Of nothing there is no report: a folder that is misspelt would empty the one that is there."""
+    """Read all records. Without any, raise: a misspelt folder would otherwise replace the report by an empty one."""
     found = records.read_all(results)
     if not found:
         raise ValueError(f"results: expected a folder with records, RECIPE/CELL.json each, found none in {results}")
@@ -86,7 +90,7 @@ def read(results: Path) -> list[records.Record]:
 
 
 def write(results: Path, out: Path) -> None:
-    """The report, and its figures where matplotlib is."""
+    """Write the report and, if matplotlib is installed, its figures."""
     found = read(results)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, text(found, results))
@@ -101,42 +105,57 @@ def write(results: Path, out: Path) -> None:
 
 
 def verify(results: Path, out: Path) -> None:
-    """The records are those of the grid, the report is what they say, and its pictures are there."""
+    """Check that the records match the grid, that the report follows from them, and that its figures exist."""
     found = read(results)
     complaints = records.stale(found)
     if complaints:
-        raise ValueError(f"{len(complaints)} records are not of the present grid: {complaints[0]}")
+        raise ValueError(f"{len(complaints)} records do not match the grid: {complaints[0]}")
     page = out.read_text(encoding="utf-8") if out.exists() else ""
     if page != text(found, results):
-        raise ValueError(f"{out} does not follow from the records in {results}; type: {WRITE}")
+        raise ValueError(f"{out} does not follow from the records in {results}; run: {WRITE}")
     absent = [name for name in re.findall(r"!\[.*?\]\((.+?)\)", page) if not (out.parent / name).is_file()]
     if absent:
-        raise ValueError(f"{out}: {len(absent)} of its pictures are not there: {absent[0]}; type: {WRITE}")
+        raise ValueError(f"{out}: {len(absent)} of its figures are missing: {absent[0]}; run: {WRITE}")
     print(f"{out} follows from the {len(found)} records in {results}")
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.reproduce",
+        usage="%(prog)s [WHAT] [OPTIONS]",
+        description=__doc__,
+        epilog=EXPLAINED,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "what",
+        choices=(*grid.TARGETS, "steps", "figures"),
+        nargs="?",
+        default="all",
+        metavar="WHAT",
+        help="see below; all if not given",
+    )
+    add("--recipes", nargs="+", default=(), metavar="NAME", help=f"only these of {', '.join(grid.TASKS)}")
+    add("--heads", type=int, nargs="+", default=(), metavar="H", help="only rows whose baseline has H heads")
+    add("--seeds", type=int, default=grid.SEEDS, metavar="N", help="trainings of each row (default: %(default)s)")
+    add("--cells", nargs="+", default=(), metavar="CELL", help="only RECIPE/ATTENTION-hHEADS[-OPTION]-sSEED")
+    add("--budget", type=float, metavar="MINUTES", help="stop after this time (default: no limit)")
+    add("--jobs", type=int, default=1, metavar="N", help="trainings side by side on one device (default: %(default)s)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train (default: %(default)s)")
+    add("--check", action="store_true", help="train nothing; check records, report and figures")
+    add("--results", type=Path, default=RESULTS, metavar="PATH", help="folder of the records (default: %(default)s)")
+    add("--runs", type=Path, default=RUNS, metavar="PATH", help="folder of the runs (default: %(default)s)")
+    add("--out", type=Path, default=REPORT, metavar="PATH", help="the report (default: %(default)s)")
+    add("--data-root", type=Path, metavar="PATH", help="prepared data sets (default: $MGK_DATA or ~/.cache/mgk/data)")
+    return parser.parse_args(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m experiments.reproduce", description="Fill the tables of the paper.")
-    parser.add_argument("what", choices=get_args(What), nargs="?", default="all")
-    parser.add_argument("--budget", type=float, help="minutes to stop within")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings side by side on one device")
-    parser.add_argument("--seeds", type=int, default=grid.SEEDS, help="trainings of each row")
-    parser.add_argument("--recipes", nargs="+", default=(), help=f"some of {', '.join(grid.TASKS)}")
-    parser.add_argument("--heads", type=int, nargs="+", default=(), help="groups of rows by heads of their baseline")
-    parser.add_argument(
-        "--cells", nargs="+", default=(), help="these cells alone, RECIPE/ATTENTION-hHEADS[-OPTION]-sSEED"
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="verify that the report follows from the records, and has its figures"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--out", type=Path, default=REPORT)
-    parser.add_argument("--data-root", type=Path)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    chosen: dict[str, Any] = vars(parser.parse_args(arguments))
+    """Run the command line and return its exit status."""
     try:
-        reproduce(**chosen)
+        reproduce(parse(arguments))
     except (ValueError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

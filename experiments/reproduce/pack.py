@@ -1,10 +1,10 @@
-"""Data and unfinished runs in one file each, for a GPU that has no network: `python -m experiments.reproduce.pack`.
+"""Pack data and unfinished runs into one file each, for a GPU machine without network.
 
-    python -m experiments.reproduce.pack data imdb aan-rebuilt --to data.tar.xz     prepared sets, compressed
-    python -m experiments.reproduce.pack runs --to runs.tar --limit 60              the runs that have come furthest
-    python -m experiments.reproduce.pack unpack data.tar.xz --to FOLDER             either of them
+    python -m experiments.reproduce.pack data imdb aan-rebuilt --to data.tar.xz     prepared data sets, compressed
+    python -m experiments.reproduce.pack runs --to runs.tar --limit 60              the runs closest to their end
+    python -m experiments.reproduce.pack unpack data.tar.xz --to FOLDER             unpacks either file
 
-ListOps is not worth packing: a session generates it from its seed where it is missing, in seconds.
+ListOps need not be packed: a session generates it from its seed in seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mgk.train import checkpoint, config
 
 
 def pack_data(names: Sequence[str], to: Path, data_root: Path | None = None) -> int:
-    """Prepared sets by their folders' names; the size of the file."""
+    """Pack prepared data sets by the names of their folders. Return the size of the file."""
     root = data_root or mgk.data.root()
     to.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(to, "w:xz") as archive:
@@ -35,22 +35,22 @@ def pack_data(names: Sequence[str], to: Path, data_root: Path | None = None) -> 
 def pack_runs(
     to: Path, runs: Path = RUNS, limit: float = 60.0, cells: Sequence[str] = (), results: Path = RESULTS
 ) -> list[str]:
-    """Runs with a checkpoint and no record, the furthest first, up to `limit` MiB; or these cells, finished or not."""
+    """Pack unfinished runs up to `limit` MiB, or the runs of these cells, finished or not. Return their names."""
     chosen = [runs / name for name in cells] or unfinished(runs, results)
-    taken, room = [], limit * 2**20
+    taken, capacity = [], limit * 2**20
     to.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(to, "w") as archive:  # weights do not compress; a tar keeps the links between checkpoints
+    with tarfile.open(to, "w") as archive:  # weights do not compress; tar keeps links between checkpoints
         for run in chosen:
             size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file() and not path.is_symlink())
-            if size <= room:
-                room -= size
+            if size <= capacity:
+                capacity -= size
                 archive.add(run, run.relative_to(runs).as_posix())
                 taken.append(run.relative_to(runs).as_posix())
     return taken
 
 
 def unfinished(runs: Path, results: Path) -> list[Path]:
-    """Runs that were stopped, the furthest first; one that was trained and not yet recorded is the furthest."""
+    """Return the runs with a checkpoint and no record, those closest to their end first."""
 
     def share(run: Path) -> float:
         return float(checkpoint.read_facts(run / "last")["step"]) / config.read(run / "config.json").steps
@@ -61,6 +61,7 @@ def unfinished(runs: Path, results: Path) -> list[Path]:
 
 
 def unpack(file: Path, to: Path) -> None:
+    """Unpack a file of data or runs."""
     to.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file) as archive:
         archive.extractall(to, filter="data")
@@ -68,19 +69,23 @@ def unpack(file: Path, to: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "python -m experiments.reproduce.pack", description="Data and runs in one file each."
+        "python -m experiments.reproduce.pack",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    data, runs, out = (commands.add_parser(name) for name in ("data", "runs", "unpack"))
-    data.add_argument("names", nargs="+")
-    data.add_argument("--data-root", type=Path)
-    runs.add_argument("--runs", type=Path, default=RUNS)
-    runs.add_argument("--results", type=Path, default=RESULTS)
-    runs.add_argument("--limit", type=float, default=60.0, help="MiB")
-    runs.add_argument("--cells", nargs="+", default=())
+    data = commands.add_parser("data", help="pack prepared data sets")
+    data.add_argument("names", nargs="+", help="folders of the data sets, e.g. imdb")
+    data.add_argument("--data-root", type=Path, help="folder of prepared data sets")
+    runs = commands.add_parser("runs", help="pack unfinished runs")
+    runs.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs")
+    runs.add_argument("--results", type=Path, default=RESULTS, help="folder of the records; runs with one are finished")
+    runs.add_argument("--limit", type=float, default=60.0, help="largest size of the file in MiB")
+    runs.add_argument("--cells", nargs="+", default=(), help="pack the runs of these cells, finished or not")
+    out = commands.add_parser("unpack", help="unpack a file of data or runs")
     out.add_argument("file", type=Path)
     for each in (data, runs, out):
-        each.add_argument("--to", type=Path, required=True)
+        each.add_argument("--to", type=Path, required=True, help="file to write; for unpack, the folder")
     chosen = parser.parse_args(arguments)
     if chosen.command == "data":
         print(f"{chosen.to}: {pack_data(chosen.names, chosen.to, chosen.data_root) / 2**20:.1f} MiB")

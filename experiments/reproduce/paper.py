@@ -21,12 +21,12 @@ _WIKITEXT: dict[tuple[str, int], float] = {
     ("linear", 8): 39.08, ("mlk", 4): 39.46, ("mlk", 8): 38.99,
 }  # fmt: skip
 _COLUMN = {"listops": 0, "listops-often": 0, "text": 1, "text-sound": 1, "text-often": 1, "retrieval-rebuilt": 2}
-SEEDS = 5  # that each number is the mean of
+SEEDS = 5  # each number is the mean over as many
 SAME = ("listops", "text")  # tasks whose numbers are comparable with the paper's
 
 
 def published(task: str, row: Row) -> float | None:
-    """The paper's score of this row on the task that ours stands for, None where it has none."""
+    """Return the paper's score of a row on the task that corresponds to ours; None if it has none."""
     if task in ("wikitext2", "enwiki"):
         return None if row.option else _WIKITEXT.get((row.attention, row.heads))
     scores = _LRA.get((row.attention, row.heads, row.option) if row.option else (row.attention, row.heads))

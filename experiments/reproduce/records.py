@@ -1,4 +1,4 @@
-"""Records: one small JSON per finished cell, all that the tables are made from."""
+"""Records: one small JSON file per finished cell. The tables are made from them alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mgk.files import read_lines, write_text
 from mgk.train.config import check_same, from_dict, read, to_dict
 from mgk.train.evaluate import evaluate, flops
 
-POINTS = 100  # of a curve
+POINTS = 100  # at most, of a curve
 SLIDING = "sliding by one"  # as mgk.train.evaluate calls the paper's perplexity
 REQUIRED = (
     "recipe", "attention", "heads", "option", "seed", "metric", "dev", "test", "steps", "parameters", "flops",
@@ -26,7 +26,7 @@ REQUIRED = (
 
 @dataclass(frozen=True)
 class Record:
-    """A finished cell."""
+    """The result of a finished cell."""
 
     cell: Cell
     values: dict[str, Any]
@@ -40,7 +40,7 @@ class Record:
         return float(self.values["test"])
 
     def curve(self, event: str, quantity: str) -> tuple[list[float], list[float]]:
-        """Steps and values of "train" or "valid"."""
+        """Return the steps and values of a curve; `event` is "train" or "valid"."""
         lines = self.values["curve"].get(event, {})
         return lines.get("step", []), lines.get(quantity, [])
 
@@ -50,25 +50,25 @@ def path_of(results: Path, cell: Cell) -> Path:
 
 
 def command(cell: Cell) -> str:
-    """What computes this cell again, anywhere: also where its run is, finished, which would not be run again."""
+    """Return the command that computes a cell again, in new folders, so that a finished run is not reused."""
     return f"python -m experiments.reproduce all --cells {cell.name} --results again/cells --runs again/runs"
 
 
 def score(metric: Metric, numbers: dict[str, float]) -> float:
-    """A loss or an accuracy in the unit of the tables: percent, perplexity, or bits per byte."""
+    """Convert a loss or an accuracy to the unit of the tables: percent, perplexity, or bits per byte."""
     if metric == "accuracy":
         return 100 * numbers["accuracy"]
     return math.exp(numbers["loss"]) if metric == "perplexity" else numbers["loss"] / math.log(2)
 
 
 def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> dict[str, Any]:
-    """What the finished run in the folder `run` came to; commit and GPU are those of every start of it."""
+    """Return the record of the finished run in the folder `run`, with the commit and GPU of each of its starts."""
     task, config = TASKS[cell.task], read(run / "config.json")
     result = json.loads((run / "result.json").read_text())
     starts = json.loads((run / "run.json").read_text())["starts"]
     log, last = read_lines(run / "log.jsonl"), starts[-1]
     if len({start["data"]["digest"] for start in starts}) > 1:
-        raise ValueError(f"{run}: went on with other data than it was begun with; remove it, and it is trained again")
+        raise ValueError(f"{run}: resumed with other data than it started with; remove it to train it again")
     gpus, commits = (list(dict.fromkeys(start[name] for start in starts)) for name in ("gpu", "commit"))
     record: dict[str, Any] = {
         "recipe": cell.task, "attention": cell.row.attention, "heads": cell.row.heads, "option": cell.row.option,
@@ -80,13 +80,13 @@ def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> 
         "versions": {"python": last["python"], **last["versions"]},
         "commit": ", ".join(commits), "data": last["data"], "starts": len(starts), "command": command(cell),
     }  # fmt: skip
-    if task.sliding and last["gpu"] is not None:  # half a minute on a GPU, days without
+    if task.sliding and last["gpu"] is not None:  # half a minute on a GPU, days on a CPU
         add(
             record,
             "test_sliding",
             lambda: score(task.metric, evaluate(run, sliding=True, batch=1024, data_root=data_root)[SLIDING]),
         )
-    first = cell.seed == 0 and not cell.row.option  # one look at each row is enough for the eye
+    first = cell.seed == 0 and not cell.row.option  # the report shows maps of one seed
     add(record, "inside", lambda: inside(run, data_root, maps=first))
     record["curve"] = {event: curve([line for line in log if line["event"] == event]) for event in ("train", "valid")}
     record["configuration"] = to_dict(config)
@@ -94,7 +94,7 @@ def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> 
 
 
 def add(record: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
-    """What is measured beside the score: if it fails, the training was not in vain, and the record says why."""
+    """Add a further measurement. If it fails, the record keeps the score and says why."""
     try:
         record[name] = measure()
     except Exception as error:
@@ -102,7 +102,7 @@ def add(record: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
 
 
 def curve(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """At most POINTS lines of a log, the last always among them, to five digits."""
+    """Return at most POINTS lines of a log, including the last, rounded to five digits."""
     stride = max(1, -(-len(lines) // POINTS))
     kept = lines[::-1][::stride][::-1]
     names = [name for name in ("step", "loss", "accuracy") if kept and name in kept[0]]
@@ -110,7 +110,7 @@ def curve(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def write(results: Path, cell: Cell, values: dict[str, Any]) -> Path:
-    """In one step: a record is whole or not there. A line for each field, so that a difference can be read."""
+    """Write a record atomically, with one line per field so that diffs are readable."""
     path = path_of(results, cell)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
@@ -119,7 +119,7 @@ def write(results: Path, cell: Cell, values: dict[str, Any]) -> Path:
 
 
 def load(path: Path, results: Path) -> Record:
-    """A record; one that is damaged, or not what its name says, is an error."""
+    """Read a record. Raise ValueError if it is damaged or belongs to another cell than its name says."""
     try:
         values = json.loads(path.read_text())
         cell = Cell.parse(path.relative_to(results).with_suffix("").as_posix())
@@ -130,29 +130,30 @@ def load(path: Path, results: Path) -> Record:
         raise ValueError(f"{path}: not a record (no {', '.join(missing)}); remove it, and it is computed again")
     said = Cell(values["recipe"], Row(values["attention"], values["heads"], values["option"]), values["seed"])
     if said != cell:
-        raise ValueError(f"{path}: holds the record of {said.name}; its name must be that of its content")
+        raise ValueError(f"{path}: holds the record of {said.name}; the name of the file must match its content")
     return Record(cell, values)
 
 
 def wrong(results: Path, cell: Cell) -> str | None:
-    """Why the record of a cell cannot stand for it as the grid is now; None if it can."""
+    """Return why the record of a cell does not match the grid; None if it does."""
     path = path_of(results, cell)
     try:
         complaints = stale([load(path, results)])
     except ValueError as error:
         return str(error)
-    again = "remove it, and it is computed again"
-    return f"{path}: of another configuration ({complaints[0]}); {again}" if complaints else None
+    if not complaints:
+        return None
+    return f"{path}: of another configuration ({complaints[0]}); remove it, and it is computed again"
 
 
 def read_all(results: Path) -> list[Record]:
-    """Every record, in the order of names. Files that begin with a dot were being written."""
+    """Read all records, in the order of their names. Files that begin with a dot are incomplete."""
     paths = sorted(path for path in results.glob("*/*.json") if not path.name.startswith("."))
     return [load(path, results) for path in paths]
 
 
 def stale(records: Sequence[Record]) -> list[str]:
-    """Records of another configuration than the grid has now, or of other data than most of their task."""
+    """Return a complaint for each record whose configuration is not the grid's, or whose data is not its task's."""
     complaints = []
     digests: dict[str, Counter[str]] = {}
     for record in records:
@@ -161,7 +162,9 @@ def stale(records: Sequence[Record]) -> list[str]:
         where, digest = f"{record.cell.name}.json", record.values["data"]["digest"]
         usual = digests[record.cell.task].most_common(1)[0][0]
         if digest != usual:
-            complaints.append(f"{where}: data: expected those of most of the task, {usual[:12]}, got {digest[:12]}")
+            complaints.append(
+                f"{where}: data: expected those of most records of the task, {usual[:12]}, got {digest[:12]}"
+            )
         try:
             check_same(from_dict(record.values["configuration"]), record.cell.config, Path(where))
         except (ValueError, TypeError) as error:

@@ -1,6 +1,6 @@
-"""Seconds of a training step of each row, one row after the other with the device to themselves: what can be compared.
+"""Measure the time of a training step of each row, one row after the other, each alone on the device.
 
-The trainings of a session run side by side, and a step of theirs takes as long as the others leave it.
+Times from training itself cannot be compared, because several trainings share the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mgk.train.fabric import launch
 from mgk.train.learner import Learner
 
 STEPS = Path("results") / "steps.json"
-BATCHES, ROUNDS = 8, 8  # the first of the training, over and over
+BATCHES, ROUNDS = 8, 8  # the first batches of the training, and how often they are repeated
 
 Steps = Mapping[str, Mapping[str, Any]]
 
@@ -36,7 +36,7 @@ def measure(
     data_root: Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> dict[str, str]:
-    """Measure the rows of cells into a file, which keeps what it has of other tasks; returns the tasks without data."""
+    """Measure the rows of cells and write them to a file, which keeps its other tasks. Return tasks without data."""
     todo, absent = present(list({(cell.task, cell.row): cell for cell in cells}.values()), data_root)
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for task in dict.fromkeys(cell.task for cell, _ in todo):
@@ -54,6 +54,7 @@ def measure(
 
 
 def seconds_per_step(config: Config, data_root: Path | None = None) -> float:
+    """Return the mean time of a step after a warm-up."""
     fabric = launch(config)
     on_gpu = fabric.device.type == "cuda"
     source, learner = Source(config, data_root, pin=on_gpu), Learner(fabric, config)
@@ -67,11 +68,11 @@ def seconds_per_step(config: Config, data_root: Path | None = None) -> float:
             torch.cuda.synchronize()
         return (time.perf_counter() - began) / (count * BATCHES)
 
-    rounds(0, 3)  # kernels are compiled, graphs captured, and replayed once
+    rounds(0, 3)  # compiles kernels, captures graphs and replays them once
     return rounds(3, ROUNDS)
 
 
 def read_steps(path: Path) -> Steps:
-    """By task; none where nothing was measured."""
+    """Read the measured steps by task; empty if there is no file."""
     found: Steps = json.loads(path.read_text()) if path.exists() else {}
     return found

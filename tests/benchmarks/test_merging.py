@@ -1,4 +1,4 @@
-"""The study of merged heads runs to its end, measures what a run measures, and leaves the original as it was."""
+"""The study of merged heads measures what a run measures, and does not change the original model."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_a_run_is_halved_in_two_ways_and_compared(
     assert [(row["method"], row["heads"]) for row in found["rows"]] == [("original", 4), ("merge", 2), ("drop", 2)]
     original, merged, dropped = found["rows"]
     assert 4 * merged["cache_per_token"] == 3 * original["cache_per_token"] == 6 * dropped["cache_per_token"]
-    told = json.loads((tmp_path / "runs" / name / "result.json").read_text())["test"]
+    expected = json.loads((tmp_path / "runs" / name / "result.json").read_text())["test"]
     for key, value in original["at_once"].items():  # the same sums, in other batches
-        assert value == pytest.approx(told[key], rel=1e-5)
+        assert value == pytest.approx(expected[key], rel=1e-5)
     assert f"original {original['heads']} heads" in capsys.readouterr().out
 
 

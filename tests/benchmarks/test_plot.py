@@ -1,4 +1,4 @@
-"""The picture of time against N."""
+"""The figure of time against N."""
 
 from __future__ import annotations
 

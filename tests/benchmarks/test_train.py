@@ -1,4 +1,4 @@
-"""The benchmark of training runs from end to end on a CPU, and its dense MGK is the MGK it is compared with."""
+"""The training benchmark runs from end to end on a CPU, and its dense MGK computes what the fused one does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks import train
 from mgk.nn import MixtureAttention
 
 
-def test_it_measures_every_model_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_model_is_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.json"
     train.main(["--device", "cpu", "--rounds", "1", "--length", "24", "--steps", "2", "--output", str(path)])
     found = json.loads(path.read_text())
     assert [row["method"] for row in found["rows"]] == list(train.METHODS)
     assert all(row["milliseconds"] > 0 for row in found["rows"])
     assert {"torch", "mgk"} <= set(found["environment"]["versions"])
-    assert "| smgk:4 | no |" in capsys.readouterr().out
+    assert "| smgk:4      |     no |" in capsys.readouterr().out
 
 
 def test_the_formula_is_what_the_fused_attention_computes() -> None:

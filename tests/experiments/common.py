@@ -18,7 +18,7 @@ INSIDE = {"length": 512, "examples": 8, "effective_heads": [1.5, 1.0]}
 
 
 def with_maps(heads: int) -> dict[str, Any]:
-    """What a record has inside that was looked at; all weight on the diagonal."""
+    """Return what a record with maps has measured; all weight is on the diagonal."""
     return INSIDE | {"rank": [300.0, 200.0], "map_layers": [1, 6], "maps": [[pack_map(torch.eye(4))] * heads] * 2}
 
 
@@ -59,5 +59,5 @@ CELLS = [Cell("listops", row, seed) for seed in (0, 1) for row in (SOFTMAX, SMGK
 
 
 def small_listops(monkeypatch: Any, config: Config | None = None) -> None:
-    """Let `listops` be a task of seconds."""
+    """Make `listops` a task that trains in seconds."""
     monkeypatch.setitem(grid.TASKS, "listops", Task(config or tiny(steps=8), "accuracy", "Small.", plateau=True))

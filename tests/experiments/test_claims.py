@@ -1,4 +1,4 @@
-"""Verdicts follow from numbers by the stated rules."""
+"""Verdicts follow from the numbers by the stated rules."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def one(table: Table, title: str, what: str, *times: Any) -> Comparison:
     return next(comparison for comparison in claim.comparisons if comparison.what == what)
 
 
-def test_the_quantile_is_students() -> None:
-    """97.5% quantiles of t; those between whole numbers are by numerical integration, and ours never too narrow."""
+def test_quantiles_are_those_of_students_t() -> None:
+    """97.5% quantiles; those of fractional freedom are from numerical integration, and ours are never too narrow."""
     assert [quantile(n) for n in (1, 2, 4, 9)] == pytest.approx([12.706, 4.303, 2.776, 2.262])
     for freedom, exact in ((1.2, 8.649), (1.5, 6.017), (2.5, 3.575), (7.5, 2.333), (30, 2.042), (100, 1.984)):
         assert exact <= quantile(freedom) <= 1.03 * exact
@@ -31,7 +31,7 @@ def test_the_quantile_is_students() -> None:
 
 
 def test_the_interval_of_a_difference_is_welchs() -> None:
-    """With as many values of the same variance s2 the freedom is 2 (n - 1), and half the interval t sqrt(2 s2 / n)."""
+    """For two samples of n values with variance s2 the freedom is 2 (n - 1), and half the interval t sqrt(2 s2 / n)."""
     first, second = [1.0, 2.0, 3.0], [11.0, 12.0, 13.0]
     found = difference(first, second)
     assert found is not None
@@ -64,11 +64,11 @@ def test_a_single_seed_is_shown_and_not_judged() -> None:
     assert one(table, "Comparable", "enwik8: MGK 4 against softmax 8").detail == ""
 
 
-def test_pairs_of_a_family_are_judged_together() -> None:
-    """A contrast of row means: a baseline of two mixtures is measured once, so it is as uncertain as twice itself."""
+def test_pairs_of_a_family_are_pooled() -> None:
+    """A contrast of row means: two mixtures share the baseline, so its uncertainty counts twice."""
     base, first, second = [64.0, 66.0, 65.0], [65.2, 65.3, 65.4], [65.5, 65.6, 65.7]
     table = tabulate(seeds("text", SOFTMAX, base) + seeds("text", SMGK, first) + seeds("text", Row("mgk", 4), second))
-    found = one(table, "Comparable", "text: 2 pairs of mixtures and softmax together")
+    found = one(table, "Comparable", "text: mean of 2 pairs of mixtures and softmax")
     parts = [1 / 3, 0.01 / 3 / 4, 0.01 / 3 / 4]
     freedom = sum(parts) ** 2 / sum(part**2 / 2 for part in parts)
     half = quantile(freedom) * math.sqrt(sum(parts))
@@ -76,32 +76,32 @@ def test_pairs_of_a_family_are_judged_together() -> None:
     assert found.verdict == "within noise"
     alone = tabulate(seeds("text", SOFTMAX, base) + seeds("text", SMGK, first))
     claim = next(claim for claim in claims(alone) if claim.title.startswith("Comparable"))
-    assert not [c for c in claim.comparisons if "together" in c.what]
+    assert not [c for c in claim.comparisons if "pairs of mixtures" in c.what]
 
 
-def test_together_is_lower_better_in_language_and_only_those_off_the_plateau_in_listops() -> None:
+def test_pooled_pairs_of_language_tasks_and_of_listops() -> None:
     mgk = Row("mgk", 4)
     bits = tabulate(
         seeds("enwik8", SOFTMAX, [2.00, 2.001])
         + seeds("enwik8", SMGK, [1.99, 1.991])
         + seeds("enwik8", mgk, [2.0, 2.0])
     )
-    assert one(bits, "Comparable", "enwik8: 2 pairs of mixtures and softmax together").verdict == "yes"
+    assert one(bits, "Comparable", "enwik8: mean of 2 pairs of mixtures and softmax").verdict == "yes"
     worse = tabulate(
         seeds("enwik8", SOFTMAX, [2.00, 2.001]) + seeds("enwik8", SMGK, [2.1, 2.11]) + seeds("enwik8", mgk, [2.1, 2.1])
     )
-    assert one(worse, "Comparable", "enwik8: 2 pairs of mixtures and softmax together").verdict == "no"
+    assert one(worse, "Comparable", "enwik8: mean of 2 pairs of mixtures and softmax").verdict == "no"
     listops = tabulate(
         seeds("listops", SOFTMAX, [37.0, 37.1, 17.0])
         + seeds("listops", SMGK, [37.0, 37.1])
         + seeds("listops", mgk, [37.2, 37.1, 17.0])
     )
-    found = one(listops, "Comparable", "listops: 2 pairs of mixtures and softmax together")
+    found = one(listops, "Comparable", "listops: mean of 2 pairs of mixtures and softmax")
     assert (found.verdict, found.detail.endswith("of the seeds that left the plateau")) == ("yes", True)
 
 
-def test_language_tasks_of_one_seed_each_are_judged_together() -> None:
-    """Student's t over tasks: gains of -1%, -2% and -3% are -2% on the mean, with 4.303 * 1% / sqrt(3) to each side."""
+def test_language_tasks_of_one_seed_each_are_pooled() -> None:
+    """Student's t over tasks: gains of -1%, -2% and -3% have the mean -2%, plus or minus 4.303 * 1% / sqrt(3)."""
     made = [("enwik8", 2.0, 2.02), ("wikitext2", 100.0, 102.0), ("enwiki", 200.0, 206.0)]
     table = tabulate(
         [record for task, a, b in made for record in (*seeds(task, SOFTMAX, [a]), *seeds(task, SMGK, [b]))]
@@ -121,8 +121,8 @@ def test_lower_is_better_in_language(ours: list[float], verdict: str) -> None:
     assert one(table, "Better at equal", "enwik8: sMGK 4 against softmax 4").verdict == verdict
 
 
-def test_listops_compares_those_that_left_the_plateau() -> None:
-    """A seed that stayed says nothing about how good those are that left."""
+def test_listops_compares_seeds_that_left_the_plateau() -> None:
+    """A seed that stayed says nothing about the accuracy of those that left."""
     table = tabulate(seeds("listops", SOFTMAX, [37.0, 37.1, 17.5]) + seeds("listops", SMGK, [37.1, 37.2, 37.0]))
     found = one(table, "Comparable", "listops: sMGK 4 against softmax 8")
     assert found.verdict == "yes"
@@ -133,8 +133,8 @@ def test_listops_compares_those_that_left_the_plateau() -> None:
     assert "of all seeds; 3 of 3 and 1 of 3 left the plateau" in found.detail
 
 
-def test_rows_that_never_left_the_plateau_say_nothing_of_each_other() -> None:
-    """They differ in which class they always guess: no model is comparable, or better, for that."""
+def test_rows_that_never_left_the_plateau_are_within_noise() -> None:
+    """They differ only in the class that they always guess."""
     linear, smlk = (seeds("listops", row, tests) for row, tests in (
         (Row("linear", 2), [17.5, 17.5, 17.5]), (Row("smlk", 1), [17.6, 17.6, 17.6]),
     ))  # fmt: skip
@@ -144,7 +144,7 @@ def test_rows_that_never_left_the_plateau_say_nothing_of_each_other() -> None:
     assert one(equal, "Better at equal", "listops: sMLK 1 against linear 1").verdict == "within noise"
 
 
-def test_when_a_seed_left_the_plateau() -> None:
+def test_the_step_at_which_a_seed_left_the_plateau() -> None:
     assert left(made_up("listops", SMGK, 3, 36.0)) == 2300
     assert left(made_up("listops", SMGK, 3, 20.0)) is None
 
@@ -160,11 +160,11 @@ def test_costs_and_times() -> None:
         assert one(table, "Faster in training", "text: MGK 4 against softmax 8", (), steps).verdict == "not enough data"
     assert one(table, "Faster in training", "text: sMGK 4 against softmax 8").verdict == "not enough data"
     timing = {"shape": [32, 8, 4096, 32, False], "method": "smgk soft", "speedup": {"forward": 1.01}}
-    found = one({}, "Faster in inference", "smgk soft: B=32 N=4096 D=32, 8 heads halved", (timing,))
+    found = one({}, "Faster in inference", "smgk soft: B=32 N=4096 D=32, half of 8 heads", (timing,))
     assert found.verdict == "within noise"
 
 
-def test_a_result_that_was_not_timed_is_no_comparison() -> None:
+def test_a_wrong_result_is_not_compared() -> None:
     wrong = {"shape": [32, 8, 4096, 32, False], "method": "smgk soft", "error": {"output": 3.0}}
     (claim,) = (claim for claim in claims({}, (wrong,)) if claim.title.startswith("Faster in inference"))
     assert claim.comparisons == []
@@ -195,7 +195,7 @@ def test_the_gap_to_softmax(mixture: list[float], verdict: str, share: str) -> N
     assert found.detail.startswith(share)
 
 
-def test_where_softmax_is_no_better_there_is_no_gap_to_close() -> None:
+def test_without_a_gap_there_is_nothing_to_close() -> None:
     table = tabulate(
         seeds("text", Row("softmax", 4), [65.2, 65.3])
         + seeds("text", Row("linear", 4), [65.8, 65.9])
@@ -210,7 +210,7 @@ def test_where_softmax_is_no_better_there_is_no_gap_to_close() -> None:
     ("task", "ours", "verdict"),
     [
         ("listops", [36.5, 37.5, 37.0, 17.0], "yes"),
-        ("listops", [34.2, 34.1, 34.0], "yes"),  # 2.93 below 37.03, the chance of drawing two test sets of 2,000: 2.94
+        ("listops", [34.2, 34.1, 34.0], "yes"),  # 2.93 below 37.03, sampling error of two test sets of 2,000: 2.94
         ("listops", [34.1, 34.0, 33.9], "no"),
         ("listops", [37.0, 37.1, 17.0], "not enough data"),
         ("listops", [17.0, 17.1, 17.2], "no"),
@@ -223,13 +223,13 @@ def test_baselines_against_the_paper(task: str, ours: list[float], verdict: str)
     assert found.verdict == verdict
 
 
-def test_what_the_papers_number_of_looks_changes_stands_beside_a_baseline() -> None:
+def test_validating_as_often_as_the_paper_is_reported_with_the_baseline() -> None:
     table = tabulate(
         seeds("text", Row("linear", 2), [65.2, 65.2, 65.3]) + seeds("text-often", Row("linear", 2), [65.8, 65.9])
     )
     found = one(table, "Our baselines", "text: linear 2")
     assert found.verdict == "no"
-    assert found.detail.endswith("; 65.85 with as many looks as the paper had, seeds: 2")
+    assert found.detail.endswith("; 65.85 when validated as often as in the paper, seeds: 2")
 
 
 def test_rows_are_compared_wherever_the_grid_has_both() -> None:
@@ -239,7 +239,7 @@ def test_rows_are_compared_wherever_the_grid_has_both() -> None:
     assert not {("listops-long", "sMGK 2", "softmax 4"), ("enwik8", "sMLK 4", "linear 8")} & pairs
 
 
-def test_a_claim_has_the_middle_verdict_and_of_two_the_less_favourable() -> None:
+def test_the_verdict_of_a_claim_is_the_median_rounded_down() -> None:
     def verdict(*each: Any) -> str:
         return Claim("", "", [Comparison("", one) for one in each]).verdict
 

@@ -12,14 +12,14 @@ from mgk.train.config import flatten, replace
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_cell_is_there_once_before_any_is_there_twice(target: str) -> None:
+def test_every_row_has_one_seed_before_any_has_two(target: str) -> None:
     found = cells(target, seeds=3)
     assert len(found) == len(set(found)) == 3 * len(cells(target, seeds=1))
     assert [cell.seed for cell in found] == sorted(cell.seed for cell in found)
 
 
 @pytest.mark.parametrize(("target", "baseline"), [("table1", "softmax"), ("table2", "linear")])
-def test_the_rows_with_8_and_4_heads_come_first_on_every_task(target: str, baseline: str) -> None:
+def test_rows_with_8_and_4_heads_come_first_on_every_task(target: str, baseline: str) -> None:
     found = cells(target, seeds=1)
     first = found[: 3 * len(LRA)]
     assert {cell.task for cell in first} == set(LRA)
@@ -43,7 +43,7 @@ def test_tables_1_2_and_4_have_the_papers_rows() -> None:
     assert published("enwik8", Row("softmax", 8)) is None
 
 
-def test_a_name_is_the_cell() -> None:
+def test_a_cell_is_parsed_from_its_name() -> None:
     for cell in cells("all"):
         assert Cell.parse(cell.name) == cell
     assert Cell("listops", Row("smgk", 4, "hard"), 2).name == "listops/smgk-h4-hard-s2"
@@ -52,7 +52,7 @@ def test_a_name_is_the_cell() -> None:
             Cell.parse(wrong)
 
 
-def test_cells_of_a_task_differ_in_what_their_names_say_alone() -> None:
+def test_cells_of_a_task_differ_only_in_what_their_names_say() -> None:
     """All models have the same data, the same number of steps and tokens and the same optimiser."""
     named = {"model.attention", "model.heads", "seed"}
     fields = {f"model.{name.removeprefix('model__')}" for option in OPTIONS.values() for name in option}
@@ -73,13 +73,13 @@ def test_cells_of_a_task_differ_in_what_their_names_say_alone() -> None:
 
 
 def test_every_ablation_can_be_built() -> None:
-    """An option that does not fit its attention is an error of the module."""
+    """The module raises an error for an option that its attention does not have."""
     for row in rows("ablations"):
         build(replace(Cell("enwik8-short", row, 0).config, model__width=8, model__layers=1).model)
     assert {row.option for row in rows("ablations")} == {"", *OPTIONS}
 
 
-def test_text_is_the_papers_way_and_text_sound_has_a_dev_set() -> None:
+def test_text_follows_the_paper_and_text_sound_has_a_dev_set() -> None:
     papers, sound = (TASKS[name].config for name in ("text", "text-sound"))
     assert (papers.data.train, papers.data.valid, papers.data.test) == ("train+dev", "test", "test")
     assert (sound.data.train, sound.data.valid, sound.data.test) == ("train", "dev", "test")
@@ -87,7 +87,7 @@ def test_text_is_the_papers_way_and_text_sound_has_a_dev_set() -> None:
     assert differ == {"data.train", "data.valid"}
 
 
-def test_a_choice_narrows_the_grid_and_a_wrong_one_is_told() -> None:
+def test_a_selection_narrows_the_grid_and_a_wrong_one_is_an_error() -> None:
     found = cells("table1", seeds=1, tasks=["text", "listops"], heads=[8])
     assert [cell.name for cell in found] == [
         f"{task}/{row}-s0" for task in ("text", "listops") for row in ("softmax-h8", "smgk-h4", "mgk-h4")

@@ -1,4 +1,4 @@
-"""What is packed comes out as it went in: data with its sums, and runs that go on."""
+"""Packed data sets pass their checksums after unpacking, and packed runs resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.experiments.common import CELLS, small_listops
 from tests.train.common import LISTOPS
 
 
-def test_data_comes_out_sound(data_root: Path, tmp_path: Path) -> None:
+def test_unpacked_data_is_unchanged(data_root: Path, tmp_path: Path) -> None:
     (name,) = (path.name for path in mgk.data.prepared(data_root))
     file = tmp_path / "data.tar.xz"
     main(["data", name, "--to", str(file), "--data-root", str(data_root)])
@@ -29,7 +29,7 @@ def test_data_comes_out_sound(data_root: Path, tmp_path: Path) -> None:
         main(["data", "imdb", "--to", str(file), "--data-root", str(data_root)])
 
 
-def test_a_stopped_run_goes_on_elsewhere(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_resumes_elsewhere(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_listops(monkeypatch)
     real = Learner.update
 
@@ -48,7 +48,7 @@ def test_a_stopped_run_goes_on_elsewhere(data_root: Path, tmp_path: Path, monkey
     results = tmp_path / "cells"
     assert pack_runs(file, tmp_path / "here", limit=0, results=results) == []
     assert pack_runs(file, tmp_path / "here", results=results) == [CELLS[1].name]
-    # Trained, but stopped before its record was written: it comes along, and first.
+    # A run that was trained but has no record yet is packed, too, and first.
     assert pack_runs(file, tmp_path / "here", results=tmp_path / "none") == [CELLS[0].name, CELLS[1].name]
     assert pack_runs(file, tmp_path / "here", cells=[CELLS[0].name]) == [CELLS[0].name]
     main(["runs", "--runs", str(tmp_path / "here"), "--results", str(results), "--to", str(file)])

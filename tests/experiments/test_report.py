@@ -1,4 +1,4 @@
-"""The report is a function of the records. After a change that is meant, write it anew:
+"""The report is a function of the records. After an intended change, write golden.md again:
 python -m tests.experiments.test_report
 """
 
@@ -44,11 +44,11 @@ def records() -> list[Record]:
     ]
 
 
-def test_the_report_is_what_it_was() -> None:
+def test_the_report_is_golden() -> None:
     assert report(records(), [TIMING], STEPS) == GOLDEN.read_text(encoding="utf-8")
 
 
-def test_the_order_of_records_plays_no_part_in_the_tables() -> None:
+def test_tables_do_not_depend_on_the_order_of_records() -> None:
     first, second = (report(found).split("## The paper's claims")[1] for found in (records(), records()[::-1]))
     assert first == second
 
@@ -57,7 +57,7 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
     results = written(tmp_path / "cells", records())
     options = ["--results", str(results), "--out", str(tmp_path / "docs" / "results.md")]
     assert main(["--check", *options]) == 1
-    assert "type: python -m experiments.reproduce figures" in capsys.readouterr().err
+    assert "run: python -m experiments.reproduce figures" in capsys.readouterr().err
     assert main(["figures", *options]) == 0
     for name in ("table1-listops", "table2-text", "table3-enwiki", "maps-enwiki-linear", "costs-softmax"):
         assert (tmp_path / "docs" / "figures" / f"{name}.svg").exists()
@@ -66,7 +66,7 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
     moved = picture.rename(tmp_path / "elsewhere.svg")
     capsys.readouterr()
     assert main(["--check", *options]) == 1
-    assert "1 of its pictures are not there: figures/table3-enwiki.svg; type: python -m" in capsys.readouterr().err
+    assert "1 of its figures are missing: figures/table3-enwiki.svg; run: python -m" in capsys.readouterr().err
     moved.rename(picture)
     written(results, [made_up("listops", Row("mgk", 4), 1, 36.5)])
     assert main(["--check", *options]) == 1
@@ -84,15 +84,15 @@ def test_a_report_is_verified_against_the_records(tmp_path: Path, capsys: pytest
         ],
     )
     assert main(["--check", *options]) == 1
-    assert "not of the present grid: recipe: the run in listops/mgk-h4-s1.json" in capsys.readouterr().err
+    assert "records do not match the grid: recipe: the run in listops/mgk-h4-s1.json" in capsys.readouterr().err
     other = {"name": "listops", "digest": "f" * 16, "options": {}}
     written(results, [made_up("listops", Row("mgk", 4), 1, 36.5, data=other)])
     assert main(["--check", *options]) == 1
-    assert "listops/mgk-h4-s1.json: data: expected those of most of the task" in capsys.readouterr().err
+    assert "listops/mgk-h4-s1.json: data: expected those of most records of the task" in capsys.readouterr().err
 
 
 def test_the_report_of_this_repository_follows_from_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it stands in the README."""
+    """The command in the README."""
     monkeypatch.chdir(GOLDEN.parents[2])
     assert main(["--check"]) == 0
 
@@ -102,13 +102,13 @@ def test_a_folder_without_records_is_an_error_and_the_report_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     out = tmp_path / "results.md"
-    out.write_text("as it was")
+    out.write_text("unchanged")
     assert main([*words, "--results", str(tmp_path / "reslts"), "--out", str(out)]) == 1
     assert capsys.readouterr().err.startswith("error: results: expected a folder with records")
-    assert out.read_text() == "as it was"
+    assert out.read_text() == "unchanged"
 
 
-def test_every_picture_of_the_report_is_drawn(tmp_path: Path) -> None:
+def test_every_figure_of_the_report_is_drawn(tmp_path: Path) -> None:
     from experiments.reproduce.figures import draw
 
     names = {path.name for path in draw(records(), tmp_path)}
@@ -117,7 +117,7 @@ def test_every_picture_of_the_report_is_drawn(tmp_path: Path) -> None:
     assert set(shown) <= names
 
 
-def test_figures_show_every_seed_and_leave_out_what_was_not_looked_into() -> None:
+def test_figures_show_every_seed_and_skip_records_without_ranks() -> None:
     from experiments.reproduce.figures import by_layer, every_seed
 
     first, second = seeds("listops", Row("smgk", 4), [37.0, 17.0])
@@ -134,7 +134,7 @@ def test_figures_show_every_seed_and_leave_out_what_was_not_looked_into() -> Non
     assert "## Inside the attention" not in report([blind])
 
 
-def test_a_machine_without_tyro_rich_and_matplotlib_will_do(tmp_path: Path) -> None:
+def test_tyro_rich_and_matplotlib_are_not_needed(tmp_path: Path) -> None:
     results = written(tmp_path / "cells", records())
     program = (
         "import sys\n"

@@ -328,7 +328,7 @@ def test_a_run_of_two_data_sets_gives_no_record(data_root: Path, tmp_path: Path)
     facts["starts"].insert(0, facts["starts"][0] | {"data": {"digest": "f" * 16}})
     (run / "run.json").write_text(json.dumps(facts))
     records.path_of(tmp_path / "cells", CELLS[0]).unlink()
-    assert "went on with other data" in fill(tmp_path, data_root, CELLS[:1]).failed[CELLS[0].name]
+    assert "resumed with other data" in fill(tmp_path, data_root, CELLS[:1]).failed[CELLS[0].name]
 
 
 @pytest.mark.parametrize("wrong", [{"budget": 0}, {"jobs": 0}])

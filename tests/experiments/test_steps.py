@@ -1,4 +1,4 @@
-"""Steps are timed row by row, and what was measured of other tasks stays."""
+"""Steps are timed row by row, and the measurements of other tasks are kept."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_a_step_of_every_row(
     assert main(["steps", "--cells", *cells, "text/linear-h8-s0", *options]) == 0
     found = read_steps(path)
     assert found["text"] == {"rows": {"linear-h8": 1.0}}
-    assert list(found["listops"]["rows"]) == ["softmax-h2", "smgk-h1-hard"]  # each row once, whatever its seeds
+    assert list(found["listops"]["rows"]) == ["softmax-h2", "smgk-h1-hard"]  # each row once, not once per seed
     assert all(seconds > 0 for seconds in found["listops"]["rows"].values())
     assert found["listops"]["environment"]["gpu"] is None
     printed = capsys.readouterr().out
     assert "listops/smgk-h1-hard: " in printed
-    assert "text: left out: " in printed
+    assert "text: skipped: " in printed
 
 
-def test_nothing_is_measured_yet(tmp_path: Path) -> None:
+def test_without_a_file_there_are_no_steps(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "steps.json") == {}

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import mgk
 import mgk.data
-from benchmarks.measure import relative_error
 from mgk.ops.arguments import check_count
+from mgk.ops.measure import relative_error
 from mgk.recipes import Comparison, compare, recipe
 from mgk.train import Config, replace
 

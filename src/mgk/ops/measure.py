@@ -1,0 +1,251 @@
+"""Measure attention: problems with their inputs, a check of results against float64, and the time of a call.
+
+`mgk demo`, `mgk bench` and the benchmarks of a checkout share this module.
+
+B batch, H heads, M components, N positions, D width of a head (of a value too).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from mgk.ops import api, reference
+from mgk.ops.common import shifted_keys
+
+COMPONENTS = 2
+DIRECTIONS = ("forward", "forward+backward")
+CHECKED_QUERIES = 1024  # the dense formula for more queries would need too much memory
+NEAR_TIE = 1e-4  # difference of two log-weights: far above float32 rounding, far below what matters
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+class WrongResultError(RuntimeError):
+    """A result disagrees with the float64 reference, so it is not timed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem. The baseline uses all `heads`, a mixture half of them."""
+
+    name: str
+    batch: int
+    heads: int
+    length: int
+    width: int
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "length", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.heads % 2:
+            raise ValueError(f"heads: expected an even number, which a mixture can halve, got {self.heads}")
+
+    @property
+    def label(self) -> str:
+        """E.g. "32, 8, 4096, 32 causal": B, H, N, D."""
+        return f"{self.batch}, {self.heads}, {self.length}, {self.width}{' causal' if self.is_causal else ''}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a case is computed: "sdpa" with all heads, "mgk" or "smgk" with half of them."""
+
+    operator: str
+    e_step: str = "soft"
+
+    @property
+    def name(self) -> str:
+        return self.operator if self.operator == "sdpa" else f"{self.operator} {self.e_step}"
+
+
+BASELINE = Method("sdpa")
+MIXTURES = (Method("smgk", "soft"), Method("smgk", "hard"), Method("mgk", "soft"), Method("mgk", "hard"))
+
+
+def make_inputs(
+    case: Case, method: Method, *, device: str, dtype: torch.dtype, std: float = 1.0, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return normal inputs that require grad. Shifts and priors are float32 or wider, as they are in a model."""
+    generator = torch.Generator(device).manual_seed(seed)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def leaf(*shape: int) -> Tensor:
+        return (std * normal(*shape)).to(dtype).requires_grad_()
+
+    heads = case.heads if method == BASELINE else case.heads // 2
+    components = (COMPONENTS,) if method.operator == "mgk" else ()
+    inputs = {
+        "query": leaf(case.batch, heads, case.length, case.width),
+        "key": leaf(case.batch, heads, *components, case.length, case.width),
+    }
+    if method.operator == "smgk":
+        inputs["shift"] = normal(heads, COMPONENTS, case.width).to(wide).requires_grad_()
+    inputs["value"] = leaf(case.batch, heads, case.length, case.width)
+    if method != BASELINE and method.e_step == "soft":  # the hard E-step does not use the prior
+        inputs["log_prior"] = normal(heads, COMPONENTS).to(wide).log_softmax(-1).requires_grad_()
+    return inputs
+
+
+def attend(method: Method, inputs: dict[str, Tensor], *, is_causal: bool, **options: Any) -> Tensor:
+    """Compute the attention. Mixtures take further options, such as `impl`; the baseline ignores them."""
+    if method == BASELINE:
+        return scaled_dot_product_attention(inputs["query"], inputs["key"], inputs["value"], is_causal=is_causal)
+    operator: Callable[..., Tensor] = getattr(api, f"{method.operator}_attention")
+    return operator(**inputs, e_step=method.e_step, is_causal=is_causal, **options)
+
+
+def gradients(out: Tensor, inputs: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """Return the gradient of every input, given that of the output."""
+    return dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), grad), strict=True))
+
+
+def make_call(
+    case: Case, method: Method, inputs: dict[str, Tensor], direction: str, impl: str = "auto"
+) -> Callable[[], object]:
+    """Return what is timed: a forward pass without gradients, or a forward pass and the gradients of all inputs."""
+    grad = torch.ones_like(inputs["query"])
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(method, inputs, is_causal=case.is_causal, impl=impl)
+
+    def both() -> dict[str, Tensor]:
+        return gradients(attend(method, inputs, is_causal=case.is_causal, impl=impl), inputs, grad)
+
+    return forward if direction == "forward" else both
+
+
+def check(case: Case, method: Method, inputs: dict[str, Tensor], impl: str = "auto") -> float:
+    """Return the largest relative error of output and gradients against float64, or raise `WrongResultError`.
+
+    The gradient of the output is zero except for the last queries of the last head in the last batch element. The
+    gradients of the full call then equal those of that slice, which the dense formula can compute at any length.
+    An error may be four times that of the dense formula in the dtype of the inputs, plus 32 roundings.
+    """
+    rows = min(case.length, CHECKED_QUERIES)
+    exact = {name: last(name, tensor, rows).double().requires_grad_() for name, tensor in inputs.items()}
+    eager = {name: last(name, tensor, rows).clone().requires_grad_() for name, tensor in inputs.items()}
+    if "log_prior" in exact:  # one prior per key: its gradient then holds the terms of a sum that may cancel
+        exact["log_prior"] = exact["log_prior"].detach()[..., None].repeat(1, 1, case.length).requires_grad_()
+    normal = torch.randn(1, 1, rows, case.width, generator=torch.Generator().manual_seed(1))
+
+    out = attend(method, inputs, is_causal=case.is_causal, impl=impl)
+    grad = torch.zeros_like(out)
+    grad[-1:, -1:, -rows:] = normal.to(out) * without_near_ties(method, exact)
+    found = {"output": out, **gradients(out, inputs, grad)}
+    expected, low = (
+        {"output": dense, **gradients(dense, tensors, grad[-1:, -1:, -rows:].to(dense.dtype))}
+        for tensors in (exact, eager)
+        for dense in [attend_densely(method, tensors, is_causal=case.is_causal)]
+    )
+    largest = 0.0
+    for name, truth in expected.items():
+        error = relative_error(last(name, found[name], rows), truth)
+        limit = 4 * relative_error(low[name], truth) + 32 * torch.finfo(out.dtype).eps
+        if not error <= limit:  # also true for NaN
+            what = name if name == "output" else f"the gradient of {name}"
+            raise WrongResultError(
+                f"{method.name} on {case.name}: {what} has an error of {error:.1e} relative to its largest entry; "
+                f"rounding explains at most {limit:.1e}; a wrong result is not timed"
+            )
+        largest = max(largest, error)
+    return largest
+
+
+def last(name: str, tensor: Tensor, rows: int) -> Tensor:
+    """Return the last head of the last batch element, and only the last rows of queries and outputs."""
+    tensor = tensor.detach()[-1:]
+    if name in ("shift", "log_prior"):  # no batch dimension: the first one is the head
+        return tensor
+    return tensor[:, -1:, -rows:] if name in ("query", "output") else tensor[:, -1:]
+
+
+def attend_densely(method: Method, inputs: dict[str, Tensor], *, is_causal: bool) -> Tensor:
+    """Compute the dense formula. Its causal mask is lower-right aligned, so the last queries suffice."""
+    if method != BASELINE:
+        return attend(method, inputs, is_causal=is_causal, impl="reference")
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    visible = reference.visible_pairs(query, key.shape[-2], is_causal, None)
+    out: Tensor = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
+    return out
+
+
+def without_near_ties(method: Method, exact: dict[str, Tensor]) -> Tensor | float:
+    """Return 0 for queries where two components nearly tie, as the hard E-step's gradient jumps there: (1,1,Nq,1)."""
+    if method.e_step == "soft":
+        return 1.0
+    key = shifted_keys(exact["key"], exact["shift"]) if "shift" in exact else exact["key"]
+    with torch.no_grad():
+        logits = reference.log_weights(exact["query"], key, None, exact["query"].shape[-1] ** 0.5)
+    first, second = logits.topk(2, dim=2).values.unbind(2)
+    return ((first - second).amin(-1, keepdim=True) > NEAR_TIE).to(first)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, divided by the largest expected entry.
+
+    If `expected` has one more dimension, it holds the terms of a sum. The divisor is then the sum of their absolute
+    values, because that is what rounding scales with, however much of the sum cancels.
+    """
+    actual, expected = actual.detach().double(), expected.detach().double()
+    unit = expected.abs()
+    if expected.dim() > actual.dim():
+        expected, unit = expected.sum(-1), unit.sum(-1)
+    return float((actual - expected).abs().amax() / unit.amax())
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the wall-clock time of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def capture(work: Callable[[], Any]) -> Callable[[], None]:
+    """Record `work` in a CUDA graph and return its replay, whose time does not include Python or launches."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def cuda_milliseconds(work: Callable[[], Any], rounds: int = 3) -> float:
+    """Return the median over rounds of the mean time of a call; a round repeats it for about 25 ms."""
+    event: Any = torch.cuda.Event
+    start, stop = event(enable_timing=True), event(enable_timing=True)
+
+    def mean(count: int) -> float:
+        start.record()
+        for _ in range(count):
+            work()
+        stop.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(stop)) / count
+
+    work()
+    count = max(3, min(300, int(25 / max(mean(1), 1e-3))))
+    return statistics.median(mean(count) for _ in range(rounds))

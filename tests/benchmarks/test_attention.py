@@ -1,0 +1,206 @@
+"""The attention benchmarks compare within a round, measure peak memory, and record the machine and the versions."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import attention, cpu, cuda
+from mgk.ops import measure
+from mgk.ops.measure import Case, Method
+
+SMALL = Case("small", batch=2, heads=4, length=48, width=8)
+MIB = 2**20
+SLACK = 4 * MIB  # two huge pages, and allocations of Python itself
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Times that the calls take, in order; memory is not measured."""
+    times: list[float] = []
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        return times.pop(0)
+
+    monkeypatch.setattr(cpu, "seconds", seconds)
+    monkeypatch.setattr(cpu, "peak_bytes", lambda call: None)
+    return times
+
+
+def test_methods_alternate_and_a_slower_round_changes_no_ratio(clock: list[float]) -> None:
+    forward = [4.0, 2.0, 8.0, 4.0, 80.0, 40.0]  # baseline, mixture, baseline, ...
+    both = [3.0, 1.0, 3.0, 3.0, 12.0, 6.0]
+    clock += [*forward, *both]
+    found = cpu.measure(SMALL, [Method("smgk")], rounds=3, impl="reference")
+    rows = {(row.method, row.direction): row for row in found}
+    assert clock == []
+    assert rows["smgk soft", "forward"].speedup == 2.0
+    assert rows["smgk soft", "forward"].milliseconds == 4e3
+    turn = rows["smgk soft", "forward+backward"]
+    assert (turn.speedup_lowest, turn.speedup, turn.speedup_highest) == (1.0, 2.0, 3.0)
+    assert all(row.speedup == 1.0 for row in found if row.method == "sdpa")
+
+
+def test_a_wrong_result_is_not_timed(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = measure.attend
+
+    def spoiled(method: Method, inputs: dict[str, Tensor], *, is_causal: bool, impl: str = "auto") -> Tensor:
+        out = real(method, inputs, is_causal=is_causal, impl="reference")
+        return out + (impl == "auto")
+
+    monkeypatch.setattr(measure, "attend", spoiled)
+    with pytest.raises(
+        measure.WrongResultError, match="sdpa on small: output has an error"
+    ):  # before the clock is read
+        cpu.measure(SMALL, [Method("smgk")], rounds=1)
+
+
+def test_a_report_has_the_machine_the_versions_and_the_shapes(
+    clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "CASES", {"small": SMALL})
+    clock += [1.0] * 10
+    path = tmp_path / "new" / "report.json"
+    attention.main(["--device", "cpu", "--rounds", "1", "--output", str(path)])
+    saved = json.loads(path.read_text())
+    assert {"device", "threads", "dtype", "versions", "commit", "load", "rounds"} <= set(saved["environment"])
+    assert saved["environment"]["device"] == cpu.cpu_model() != ""
+    assert [row["case"]["length"] for row in saved["rows"]] == [48] * 10
+    assert {row["direction"] for row in saved["rows"]} == {"forward", "forward+backward"}
+    printed = capsys.readouterr().out
+    assert "small: B, H, N, D = 2, 4, 48, 8" in printed
+    assert "| mgk hard " in printed
+
+
+def test_a_report_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: object, target: object) -> None:
+        raise OSError("killed")
+
+    path = tmp_path / "bench.json"
+    path.write_text("unchanged")
+    monkeypatch.setattr(os, "replace", fails)
+    monkeypatch.setattr(cuda, "PARTS", {"growth": dict})
+    with pytest.raises(OSError, match="killed"):
+        cpu.main([], 1, path)
+    with pytest.raises(OSError, match="killed"):
+        cuda.main(["growth"], path)
+    assert path.read_text() == "unchanged"
+
+
+def test_a_selection_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(cuda, "PARTS", {"growth": dict, "padded": dict})
+    monkeypatch.setattr(cpu, "measure", lambda case, rounds: [])
+    monkeypatch.setattr(cpu, "table", lambda rows: "")
+    for words in ([], ["--parts", "growth"]):
+        attention.main(["--device", "cuda", *words])
+    for words in ([], ["--cases", "wikitext"]):
+        attention.main(["--device", "cpu", *words])
+    names = {"bench-cuda.json", "bench-cuda-growth.json", "bench-cpu.json", "bench-cpu-wikitext.json"}
+    assert {path.name for path in Path("results").iterdir()} == names
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--device", "cpu", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--device", "cpu", "--cases", "nowhere"], "invalid choice: 'nowhere'"),
+        (["--device", "cpu", "--parts", "growth"], "--parts for --device cuda, got --device cpu"),
+        (["--device", "cuda", "--cases", "wikitext"], "--cases is for --device cpu"),
+        (["--device", "cuda"], "expected a machine with a CUDA GPU"),
+    ],
+)
+def test_wrong_options_are_errors(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        attention.main(words)
+    assert says in capsys.readouterr().err
+
+
+def fill(mebibytes: int) -> Tensor:
+    return torch.ones(mebibytes * MIB // 4)
+
+
+def in_turn() -> None:
+    fill(48)
+    fill(48)
+
+
+def together() -> tuple[Tensor, Tensor]:
+    return fill(48), fill(48)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_peak_memory_is_what_is_held_at_once() -> None:
+    held = fill(64)  # memory that was allocated before does not count
+    for call, expected in ((in_turn, 48), (together, 96)):
+        peak = cpu.peak_bytes(call)
+        assert peak is not None
+        assert abs(peak - expected * MIB) < SLACK
+    assert held.numel() == 16 * MIB
+
+
+def test_cases_are_those_the_claims_are_about() -> None:
+    shapes = {(case.length, case.width) for case in cpu.CASES.values()}
+    assert shapes == {(1024, 32), (2048, 32), (4096, 32), (256, 16), (2048, 64)}
+    assert cpu.CASES["wikitext"].is_causal
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the GPU benchmark on the CPU with tiny cases. Every call takes a millisecond."""
+
+    def milliseconds(work: Callable[[], object], rounds: int = 3) -> float:
+        work()
+        return 1.0
+
+    for name, value in {
+        "DEVICE": "cpu", "DTYPE": torch.float32, "CASES": (SMALL, Case("causal", 1, 2, 16, 4, is_causal=True)),
+        "CACHE": SMALL, "graph_milliseconds": milliseconds, "cuda_milliseconds": milliseconds,
+        "peak_mib": milliseconds,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Pool=ThreadPool))
+    monkeypatch.setattr(torch, "compile", lambda module, fullgraph: module)
+
+
+def test_the_gpu_benchmark_runs(on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {method.name: {"output": 3.0 if method.name == "mgk hard" else 1.0} for method in measure.MIXTURES}
+    monkeypatch.setattr(cuda, "sdpa_kernel", nullcontext)
+    monkeypatch.setattr(cuda, "error", lambda case, method, std=1.0: errors[method.name])
+    path = tmp_path / "bench.json"
+    cuda.main([name for name in cuda.PARTS if name != "growth"], path)  # that one is large at any length
+    found = json.loads(path.read_text())
+    assert {row["method"] for row in found["operators"] if "speedup" not in row} == {"mgk hard"}  # not timed: wrong
+    row = found["operators"][0]
+    assert row["shape"] == [2, 4, 48, 8, False]
+    assert row["speedup"] == {"forward": 1.0, "train": 1.0, "eager_train": 1.0}
+    assert found["decode"]["shape"] == [2, 4, 48, 8, True]
+    assert set(found["m_step"]) == {"smgk M-step", "smgk forward", "mgk M-step", "mgk forward"}
+    assert found["padded"]["speedup"] == 1.0
+    assert len(found["numerics"]) == 12
+    assert set(found["modules"][0]["speedup"]) == {"eager", "eager, graph", "compiled", "compiled, graph"}
+    assert "| 1, 2, 16, 4 causal |" in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("method", measure.MIXTURES, ids=lambda method: method.name)
+def test_the_error_is_relative_to_eager_code_in_the_same_precision(method: Method, on_cpu: None) -> None:
+    found = cuda.error(SMALL, method)
+    assert set(found) == {"output", "query", "key", "value"} | ({"shift"} if method.operator == "smgk" else set())
+    assert max(found.values()) < 0.1  # float32 on both sides: 1e-4 is added to the error of the eager code
