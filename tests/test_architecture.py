@@ -19,7 +19,7 @@ CORE = (*BASE, "ops", "nn", "mgk")  # "mgk" is src/mgk/__init__.py, which re-exp
 TRAINING = (*CORE, "models", "data", "train")
 # What each package or top-level module of mgk may import.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    **{name: () for name in BASE},
+    **dict.fromkeys(BASE, ()),
     "ops": BASE,
     "nn": (*BASE, "ops"),
     "mgk": ("ops", "nn"),
