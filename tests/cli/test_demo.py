@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgk.cli.demo import VARIANTS, agreement, linear_weights
+from mgk.cli.demo import INPUTS, VARIANTS, error_of, linear_weights
 
 
+@pytest.mark.parametrize(("dtype", "scale"), INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_agrees_with_its_dense_formula(variant: str) -> None:
-    found = agreement(variant, length=70, width=8)
-    # A weight's relative error is the rounding of its exponent |q - k|^2 / 2 s2, which is under 100 here (times 300^2).
-    assert found.float32 < 100 * torch.finfo(torch.float32).eps
-    assert found.float64 < 100 * torch.finfo(torch.float64).eps
-    assert found.extreme < 100 * 300**2 * torch.finfo(torch.float64).eps
+def test_every_variant_agrees_with_its_dense_formula(variant: str, dtype: torch.dtype, scale: float) -> None:
+    # A weight's relative error is the rounding of its exponent |q - k|^2 / 2 s2, which is under 100 at scale 1.
+    assert error_of(variant, dtype, scale, length=70, width=8) < 100 * scale**2 * torch.finfo(dtype).eps
 
 
 def test_linear_weights_mix_after_the_feature_map_and_rows_sum_to_one() -> None:

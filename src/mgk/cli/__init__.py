@@ -1,7 +1,7 @@
 """The command line, `mgk` or `python -m mgk`.
 
-`COMMANDS` lists the commands; each calls a function that Python callers can use too. Commands import what they need
-when they run, so that `mgk --help` answers quickly.
+`COMMANDS` lists the commands; each calls a function that Python callers can use too. Commands that need Transformers or
+matplotlib import them when they run.
 """
 
 from __future__ import annotations
@@ -12,19 +12,32 @@ from collections.abc import Sequence
 
 import mgk
 
-try:
-    import rich  # noqa: F401
-    import tyro  # noqa: F401
-except ModuleNotFoundError as missing:
-    raise SystemExit(f"mgk: error: the command line needs {missing.name}: pip install 'mgk[train]'") from None
+EXTRAS = {
+    "tyro": "train", "rich": "train", "lightning_fabric": "train", "safetensors": "train", "matplotlib": "plot",
+    "transformers": "hf",
+}  # fmt: skip
 
-from mgk.cli import bench, data, demo, hf, inspect, train
-from mgk.cli.parsing import Action, Command, UsageError, function, group, named
+
+def what_to_install(error: Exception) -> str:
+    """Return the advice that follows the message of an error: the extra to install, if a library of one is missing."""
+    extra = EXTRAS.get((error.name or "").split(".")[0]) if isinstance(error, ModuleNotFoundError) else None
+    return f": pip install 'mgk[{extra}]'" if extra else ""
+
+
+try:
+    import rich  # noqa: F401  # for progress bars
+
+    from mgk.cli import bench, data, demo, hf, inspect, train
+    from mgk.cli.parsing import Action, Command, UsageError, function, group
+except ModuleNotFoundError as error:
+    if advice := what_to_install(error):
+        raise SystemExit(f"mgk: error: {error}{advice}") from None
+    raise
 
 COMMANDS: dict[str, Command] = {
-    "train": named("RECIPE", train.train),
+    "train": train.with_recipe(train.train),
     "eval": function(train.evaluate),
-    "compare": named("RECIPE", train.compare),
+    "compare": train.with_recipe(train.compare),
     "data": group("List, prepare and verify data sets.", data.COMMANDS),
     "generate": function(hf.generate),
     "convert": function(hf.convert),
@@ -34,7 +47,6 @@ COMMANDS: dict[str, Command] = {
     "demo": function(demo.demo),
 }
 ROOT = group("Transformers whose attention keys are mixtures. --debug shows the traceback of an error.", COMMANDS)
-EXTRAS = {"lightning_fabric": "train", "safetensors": "train", "matplotlib": "plot", "transformers": "hf"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        extra = EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
-        advice = f": pip install 'mgk[{extra}]'" if extra else ""
-        print(f"mgk: error: {' '.join(str(error).split()) or type(error).__name__}{advice}", file=sys.stderr)
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"mgk: error: {text}{what_to_install(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
-from mgk.cli.parsing import Action, function, named, option, read_options
+import mgk.data
+from mgk.cli.parsing import Action, function, named, one_line_errors
+from mgk.data.store import read
 
 
 def list_sets(root: Path | None = None) -> None:
@@ -18,8 +22,6 @@ def list_sets(root: Path | None = None) -> None:
     Args:
         root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
     """
-    import mgk.data
-
     where = root or mgk.data.root()
     folders = [path.name for path in mgk.data.prepared(where)]
     names = mgk.data.names()
@@ -30,15 +32,18 @@ def list_sets(root: Path | None = None) -> None:
     print(f"\nin {where}; prepare one with: mgk data prepare NAME [--source PATH]")
 
 
-def prepare(name: str, program: str, words: list[str]) -> Action:
+def prepare(name: str, **options: Any) -> None:
     """Prepare a data set for training.
 
     `mgk data list` shows the names, `mgk data prepare NAME --help` the options of one data set.
 
     In Python: `mgk.data.prepare("imdb", source="aclImdb")`.
     """
-    import mgk.data
+    print(f"prepared in {mgk.data.prepare(name, **options)}")
 
+
+def parse_prepare(name: str, program: str, words: list[str]) -> Action:
+    """Parse the options of one data set, which its description lists with their defaults."""
     described = mgk.data.describe(name)
 
     def type_of(value: object) -> Any:
@@ -46,13 +51,18 @@ def prepare(name: str, program: str, words: list[str]) -> Action:
             return tuple[tuple(type(item) for item in value)]  # type: ignore[misc]
         return int | None if value is None else type(value)
 
-    options = {
-        "source": option(Path | None, None, f"Folder or file with the raw data: {described.origin}."),
-        "root": option(Path | None, None, "Folder to write to; $MGK_DATA or ~/.cache/mgk/data if not given."),
-        **{key: option(type_of(value), value, "") for key, value in described.options.items()},
-    }
-    chosen = read_options(options, program, described.summary, words)
-    return lambda: print(f"prepared in {mgk.data.prepare(name, **vars(chosen))}")
+    def path(text: str) -> Any:
+        return Annotated[Path | None, tyro.conf.arg(help=text)]
+
+    fields: list[tuple[str, Any, Any]] = [
+        ("source", path(f"Folder or file with the raw data: {described.origin}."), None),
+        ("root", path("Folder to write to; $MGK_DATA or ~/.cache/mgk/data if not given."), None),
+        *((option, type_of(default), default) for option, default in described.options.items()),
+    ]
+    options: Any = make_dataclass("Options", [(name, type_, field(default=default)) for name, type_, default in fields])
+    with one_line_errors():
+        chosen = tyro.cli(options, prog=program, description=described.summary, args=words)
+    return functools.partial(prepare, name, **vars(chosen))
 
 
 def verify(names: tyro.conf.Positional[tuple[str, ...]] = (), root: Path | None = None) -> None:
@@ -64,9 +74,6 @@ def verify(names: tyro.conf.Positional[tuple[str, ...]] = (), root: Path | None 
         names: folders under the root to verify; all of them if none is named.
         root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
     """
-    import mgk.data
-    from mgk.data.store import read
-
     where = root or mgk.data.root()
     names = names or tuple(path.name for path in mgk.data.prepared(where))
     if not names:
@@ -77,4 +84,8 @@ def verify(names: tyro.conf.Positional[tuple[str, ...]] = (), root: Path | None 
         print(f"{name:15}intact: {counts}")
 
 
-COMMANDS = {"list": function(list_sets), "prepare": named("NAME", prepare), "verify": function(verify)}
+COMMANDS = {
+    "list": function(list_sets),
+    "prepare": named("NAME", prepare, parse_prepare),
+    "verify": function(verify),
+}

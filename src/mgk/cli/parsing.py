@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
@@ -38,28 +37,17 @@ class Command:
 
 def function(run: Callable[..., None]) -> Command:
     """Build a command from a function: its docstring is the help text, its parameters are the options."""
-
-    @functools.wraps(run)
-    def later(*args: object, **kwargs: object) -> Action:
-        return functools.partial(run, *args, **kwargs)
-
-    def parse(program: str, words: list[str]) -> Action:
-        with one_line_errors():
-            action: Action = tyro.cli(later, prog=program, args=words)
-        return action
-
-    return Command(inspect.getdoc(run) or "", parse)
+    return Command(help_of(run), functools.partial(read_options, run))
 
 
-def named(what: str, parse: Callable[[str, str, list[str]], Action]) -> Command:
+def named(what: str, run: Callable[..., None], parse: Callable[[str, str, list[str]], Action]) -> Command:
     """Build a command whose options depend on its first word, such as the name of a recipe.
 
-    `parse(name, program, words)` gets that word. Its docstring is the help text that is shown without one.
+    `parse(name, program, words)` gets that word. Without one, the help text is the docstring of `run`.
     """
-    text = inspect.getdoc(parse) or ""
 
     def parse_name(program: str, words: list[str]) -> Action:
-        show_help(words, f"usage: {program} {what} [OPTIONS]\n\n{text}")
+        show_help(words, f"usage: {program} {what} [OPTIONS]\n\n{help_of(run)}")
         if not words or words[0].startswith("-"):
             raise UsageError(f"{what}: expected a name after `{program}`, got {words[0] if words else 'nothing'}")
         try:
@@ -67,12 +55,11 @@ def named(what: str, parse: Callable[[str, str, list[str]], Action]) -> Command:
         except (ValueError, TypeError) as error:
             raise UsageError(" ".join(str(error).split())) from None
 
-    return Command(text, parse_name)
+    return Command(help_of(run), parse_name)
 
 
 def group(text: str, commands: Mapping[str, Command]) -> Command:
-    """Build a command out of several, of which the first word chooses one."""
-
+    """Build a command out of several; the first word chooses one of them."""
     table = "\n".join(f"  {name:10}{command.summary}" for name, command in commands.items())
 
     def parse(program: str, words: list[str]) -> Action:
@@ -86,17 +73,25 @@ def group(text: str, commands: Mapping[str, Command]) -> Command:
     return Command(text, parse)
 
 
-def option(type_: Any, default: object, text: str) -> tuple[Any, Any]:
-    """Describe one option for `read_options`."""
-    return Annotated[type_, tyro.conf.arg(help=text)], dataclasses.field(default=default)  # type: ignore[call-overload]
+def read_options(
+    run: Callable[..., None], program: str, words: list[str], description: str | None = None, **defaults: Any
+) -> Action:
+    """Parse words into a call of `run`, whose parameters are the options; `defaults` replace its own defaults."""
 
+    @functools.wraps(run)
+    def later(*args: object, **kwargs: object) -> Action:
+        return functools.partial(run, *args, **kwargs)
 
-def read_options(options: Mapping[str, tuple[Any, Any]], program: str, description: str, words: list[str]) -> Any:
-    """Parse words into an object that has one attribute for each option."""
-    fields = [(name, type_, field) for name, (type_, field) in options.items()]
-    kind: Any = dataclasses.make_dataclass("Options", fields, frozen=True)
+    options = functools.partial(later, **defaults)
     with one_line_errors():
-        return tyro.cli(kind, prog=program, description=description, args=words, config=(tyro.conf.AvoidSubcommands,))
+        return tyro.cli(
+            options, prog=program, description=description, args=words, config=(tyro.conf.AvoidSubcommands,)
+        )
+
+
+def help_of(run: Callable[..., None]) -> str:
+    """Return the docstring of a function without its list of arguments."""
+    return (inspect.getdoc(run) or "").partition("\n\nArgs:")[0]
 
 
 def show_help(words: list[str], text: str) -> None:

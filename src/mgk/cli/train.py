@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from mgk.cli.parsing import Action, option, read_options
+import mgk.train
+from mgk import recipes
+from mgk.cli.parsing import Action, Command, named, read_options
+from mgk.train.config import Config
 
 RUNS = Path("runs")
+Settings = Annotated[Config, tyro.conf.arg(name="")]  # its fields are options themselves
 
 
 class Stopped(Exception):  # noqa: N818
     """A run was asked to stop, and did so after writing a checkpoint."""
 
 
-def train(recipe: str, program: str, words: list[str]) -> Action:
+def train(
+    config: Settings, out: Path | None = None, resume: bool = False, paper: bool = False, data_root: Path | None = None
+) -> None:
     """Train a model.
 
     For example: mgk train lra-text --model.attention smgk --model.heads 4 --seed 1 --out runs/mine
@@ -30,15 +35,31 @@ def train(recipe: str, program: str, words: list[str]) -> Action:
     docs/training.md.
 
     In Python: `mgk.train.train(mgk.recipes.recipe("lra-text"), "runs/text")`.
+
+    Args:
+        config: the settings of the recipe.
+        out: folder of the run; runs/RECIPE-ATTENTION-HEADS-SEED if not given.
+        resume: continue from the last checkpoint in that folder, if there is one.
+        paper: do as the authors: pool over padding, no buckets, choose the text task's checkpoint on its test set.
+        data_root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
     """
-    options = {
-        "out": option(Path | None, None, "Folder of the run; runs/RECIPE-ATTENTION-HEADS-SEED if not given."),
-        "resume": option(bool, False, "Continue from the last checkpoint in that folder, if there is one."),
-    }
-    return functools.partial(run_train, read_recipe(recipe, options, program, words))
+    out = out or RUNS / f"{config.recipe}-{config.model.attention}-{config.model.heads}-{config.seed}"
+    result = mgk.train.train(config, out, resume=resume, data_root=data_root, quiet=False)
+    if not result.finished:
+        raise Stopped(f"stopped at step {result.step}; continue with --out {out} --resume")
+    test = "  ".join(f"{name} {value:.4f}" for name, value in result.test.items())
+    print(f"test of the best checkpoint (step {result.best_step}): {test}\nwritten to {out}")
 
 
-def compare(recipe: str, program: str, words: list[str]) -> Action:
+def compare(
+    config: Settings,
+    attentions: tuple[str, ...] = (),
+    seeds: int = 1,
+    out: Path | None = None,
+    jobs: int = 1,
+    paper: bool = False,
+    data_root: Path | None = None,
+) -> None:
     """Train several attentions and compare them.
 
     For example: mgk compare lra-text --attentions softmax:8 smgk:4 mgk:4:hard --seeds 5
@@ -49,62 +70,33 @@ def compare(recipe: str, program: str, words: list[str]) -> Action:
     `mgk train RECIPE` can be added.
 
     In Python: `mgk.recipes.compare(config, ["softmax:8", "smgk:4"], seeds=5, out="runs/grid")`.
+
+    Args:
+        config: the settings of the recipe.
+        attentions: the attentions, each as VARIANT:HEADS[:hard|:em|:uniform].
+        seeds: runs of each attention, with consecutive seeds from --seed.
+        out: folder of the comparison; runs/compare-RECIPE if not given.
+        jobs: runs at a time on one device.
+        paper: do as the authors: pool over padding, no buckets, choose the text task's checkpoint on its test set.
+        data_root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
     """
-    options = {
-        "attentions": option(tuple[str, ...], (), "The attentions, each as VARIANT:HEADS[:hard|:em|:uniform]."),
-        "seeds": option(int, 1, "Runs of each attention, with consecutive seeds from --seed."),
-        "out": option(Path | None, None, "Folder of the comparison; runs/compare-RECIPE if not given."),
-        "jobs": option(int, 1, "Runs at a time on one device."),
-    }
-    return functools.partial(run_compare, read_recipe(recipe, options, program, words))
-
-
-def read_recipe(recipe: str, own: dict[str, tuple[Any, Any]], program: str, words: list[str]) -> Any:
-    """Parse a command's own options and the settings of a recipe, which are the defaults."""
-    from mgk import recipes
-    from mgk.train.config import Config
-
-    default = recipes.recipe(recipe, paper="--paper" in words)
-    options = {
-        **own,
-        "config": (Annotated[Config, tyro.conf.arg(name="")], dataclasses.field(default=default)),
-        "paper": option(bool, False, "Follow the authors' code where it differs from sound practice: pool over "
-            "padding, no buckets, and choose the text task's checkpoint on its test set."),
-        "data_root": option(Path | None, None, "Folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data."),
-    }  # fmt: skip
-    return read_options(options, program, recipes.describe(recipe), words)
-
-
-def run_train(chosen: Any) -> None:
-    from mgk.train import train as start
-
-    c = chosen.config
-    out = chosen.out or RUNS / f"{c.recipe}-{c.model.attention}-{c.model.heads}-{c.seed}"
-    result = start(c, out, resume=chosen.resume, data_root=chosen.data_root, quiet=False)
-    if not result.finished:
-        raise Stopped(f"stopped at step {result.step}; continue with --out {out} --resume")
-    test = "  ".join(f"{name} {value:.4f}" for name, value in result.test.items())
-    print(f"test of the best checkpoint (step {result.best_step}): {test}\nwritten to {out}")
-
-
-def run_compare(chosen: Any) -> None:
-    from mgk.recipes import compare as start
-
-    out = chosen.out or RUNS / f"compare-{chosen.config.recipe}"
-    found = start(
-        chosen.config,
-        chosen.attentions,
-        seeds=chosen.seeds,
-        out=out,
-        jobs=chosen.jobs,
-        data_root=chosen.data_root,
-        quiet=False,
-    )
+    out = out or RUNS / f"compare-{config.recipe}"
+    found = recipes.compare(config, attentions, seeds=seeds, out=out, jobs=jobs, data_root=data_root, quiet=False)
     if found.rows:
         print(f"{found.table()}\nwritten to {out}/comparison.md and comparison.json")
-        write_report(out, chosen.data_root)
+        write_report(out, data_root)
     if found.failed:
         raise RuntimeError(f"{len(found.failed)} runs failed; {next(iter(found.failed.values()))}")
+
+
+def with_recipe(run: Callable[..., None]) -> Command:
+    """Build a command from `train` or `compare`: the recipe, with or without --paper, has the default settings."""
+
+    def parse(name: str, program: str, words: list[str]) -> Action:
+        config = recipes.recipe(name, paper="--paper" in words)
+        return read_options(run, program, words, recipes.describe(name), config=config)
+
+    return named("RECIPE", run, parse)
 
 
 def write_report(folder: Path, data_root: Path | None) -> None:
@@ -144,9 +136,7 @@ def evaluate(
         device: where to compute.
         data_root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
     """
-    from mgk.train import evaluate as measure
-
-    found = measure(
+    found = mgk.train.evaluate(
         run, split=split, which=which, sliding=sliding, batch=batch, device=device, data_root=data_root, quiet=False
     )
     for name, value in found.items():
