@@ -20,6 +20,7 @@ TRAINING = (*CORE, "models", "data", "train")
 # What each package or top-level module of mgk may import.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
+    "tables": ("files",),
     "ops": BASE,
     "nn": (*BASE, "ops"),
     "mgk": ("ops", "nn"),

@@ -29,9 +29,10 @@ try:
 
     from mgk.cli import bench, data, demo, hf, inspect, train
     from mgk.cli.parsing import Action, Command, UsageError, function, group
-except ModuleNotFoundError as error:
-    if advice := what_to_install(error):
-        raise SystemExit(f"mgk: error: {error}{advice}") from None
+except ImportError as error:
+    message = f"mgk: error: {error}{what_to_install(error)}"
+    if "pip install" in message:
+        raise SystemExit(message) from None
     raise
 
 COMMANDS: dict[str, Command] = {
