@@ -1,4 +1,4 @@
-# Every target sets up its own environment: on a machine with Python 3.11 and make, `make test` is all there is to do.
+# Every target sets up its own environment: `make test` needs only Python 3.11 and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,16 +8,16 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup test lint unit format demo bench clean
 
 help:
-	@echo "make test    lint, format check, type check and all tests"
-	@echo "make demo    every variant against its formula, and two small models trained side by side"
-	@echo "make bench   the full CPU benchmark, written to results/"
+	@echo "make test    check lint, format and types, and run all tests"
+	@echo "make demo    check every variant against its formula and train two small models"
+	@echo "make bench   measure what mixture attention gains on this machine"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment and the caches"
 
 setup: $(STAMP)
 
-# The stamp makes a second run start at once; it is renewed when what must be installed has changed.
-# Compiled is what is imported, when it is: all of it would take a minute.
+# The stamp lets a second run start at once. The environment is installed again when one of these files changes.
+# Compiling all modules would take a minute; Python compiles those that are imported.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
@@ -28,7 +28,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Types are checked beside the tests: mypy alone leaves a core idle for a minute.
+# Types are checked in parallel with the tests: mypy uses one core for a minute.
 test: $(STAMP)
 	$(MAKE) --jobs 2 lint unit
 
@@ -44,7 +44,7 @@ demo: $(STAMP)
 	$(BIN)/mgk demo
 
 bench: $(STAMP)
-	$(BIN)/mgk bench --device cpu
+	$(BIN)/mgk bench
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,17 +1,16 @@
-"""What importing the library costs, and what asking for an implementation by name means."""
+"""What importing the library needs, and what naming an implementation means."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import mgk
 
-TRITON = Path(mgk.ops.__path__[0], "triton", "__init__.py")
+OPTIONAL = ("lightning_fabric", "lightning", "tyro", "rich", "safetensors", "matplotlib", "transformers", "triton")
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
@@ -19,45 +18,28 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
 
 
-def test_import_loads_no_optional_library() -> None:
-    done = run("import sys, mgk; print(*{name.split('.')[0] for name in sys.modules})")
-    assert done.returncode == 0, done.stderr
-    assert not {
-        "triton",
-        "transformers",
-        "matplotlib",
-        "fla",
-        "datasets",
-        "tyro",
-        "rich",
-        "lightning",
-        "lightning_fabric",
-        "safetensors",
-    } & set(done.stdout.split())
+def without_optional(program: str) -> subprocess.CompletedProcess[str]:
+    return run(f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n{program}")
 
 
 def test_the_core_needs_only_torch_and_numpy() -> None:
-    """Without the packages of the extra `train`: the others import, training and the CLI say what to install."""
-    hidden = "import sys\nfor name in ('lightning_fabric', 'lightning', 'tyro', 'rich', 'safetensors', 'matplotlib', "
-    hidden += "'transformers', 'triton'): sys.modules[name] = None\n"
-    done = run(hidden + "import mgk, mgk.nn, mgk.models, mgk.ops, mgk.variants, mgk.data, mgk.environment, mgk.tables")
+    done = without_optional("import mgk, mgk.nn, mgk.ops, mgk.models, mgk.variants, mgk.data, mgk.tables")
     assert done.returncode == 0, done.stderr
-    for module, message in {
-        "mgk.train": "mgk.train needs lightning-fabric and safetensors; install with: pip install 'mgk[train]'",
-        "mgk.recipes": "mgk.train needs lightning-fabric and safetensors; install with: pip install 'mgk[train]'",
-        "mgk.cli": "the command line needs tyro and rich; install with: pip install 'mgk[train]'",
-    }.items():
-        done = run(hidden + f"import {module}")
-        assert done.stderr.splitlines()[-1] == f"ImportError: {message}"
+
+
+@pytest.mark.parametrize("module", ["mgk.train", "mgk.recipes", "mgk.cli"])
+def test_training_and_the_command_line_say_what_to_install(module: str) -> None:
+    done = without_optional(f"import {module}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(": pip install 'mgk[train]'")
 
 
 def test_public_names_exist() -> None:
     assert all(hasattr(mgk, name) for name in mgk.__all__)
 
 
-@pytest.mark.skipif(not TRITON.exists(), reason="the Triton implementation is not there yet")
-def test_triton_by_name_never_falls_back() -> None:
-    """On CPU tensors, outside its interpreter, it raises an error that says so."""
+def test_triton_by_name_raises_on_cpu_tensors() -> None:
+    """Outside Triton's interpreter."""
     done = run(
         "import torch, mgk\n"
         "x = torch.randn(1, 1, 4, 16)\n"

@@ -1,4 +1,4 @@
-"""What the README shows works: Python blocks run, in one namespace; commands parse, and its walk runs, made small."""
+"""The README is true: Python blocks run, commands parse, and those from data to figures run at small sizes."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_commands_exist(line: str) -> None:
         assert set(extras.split(",") if extras else ()) <= set(project["optional-dependencies"])
 
 
-# What makes the walk small; its commands run as they stand in the README, with these behind them.
+# Options that make the commands of the README small; they are appended to each command.
 SMALL = shlex.split("--data.options sizes=[24,8,8] lengths=[5,20] --data.batch 4 --steps 2 --optimiser.warmup 1")
-BEHIND = {
+APPENDED = {
     "data": ["--sizes", "24", "8", "8", "--lengths", "5", "20"],
     "train": SMALL,
     "compare": [*SMALL, "--eval-batches", "1"],
@@ -77,31 +77,31 @@ BEHIND = {
 }
 
 
-def test_the_walk_from_data_to_a_picture_runs(
+def test_the_commands_from_data_to_figures_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MGK_DATA", str(tmp_path / "data"))
-    walk = [shlex.split(line)[1:] for line in COMMANDS if line.startswith("mgk") and line.split()[1] in BEHIND]
+    walk = [shlex.split(line)[1:] for line in COMMANDS if line.startswith("mgk") and line.split()[1] in APPENDED]
     assert [command[0] for command in walk] == ["data", "train", "eval", "compare", "explore", "figures", "convert"]
     for command in walk:
-        assert cli.main([*command, *BEHIND[command[0]]]) == 0, (command, capsys.readouterr().err)
+        assert cli.main([*command, *APPENDED[command[0]]]) == 0, (command, capsys.readouterr().err)
     assert "smgk:4" in capsys.readouterr().out
     assert (tmp_path / "page.html").read_text().startswith("<!")
     assert list((tmp_path / "figures").glob("*.svg"))
 
 
 def slug(heading: str) -> str:
-    """The anchor GitHub gives a heading."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    text = document.read_text()
-    anchors = {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif not target.startswith("http"):
-            assert (document.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        if not target.startswith("http"):
+            name, _, anchor = target.partition("#")
+            path = document.parent / name if name else document
+            assert path.exists(), target
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in map(slug, headings), target

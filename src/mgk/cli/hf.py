@@ -1,4 +1,4 @@
-"""`mgk generate` and `mgk convert`: a thin face over `mgk.hf`, which needs Transformers when they are called."""
+"""`mgk generate` and `mgk convert`, which need Transformers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ def generate(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     data_root: Path | None = None,
 ) -> None:
-    """Let a language model go on with a text, token by token: mgk generate RUN --prompt "In the beginning"
+    """Generate text with a language model.
 
-    RUN is a folder of `mgk train`, or one of Transformers (`mgk convert`).
+    For example: mgk generate RUN --prompt "In the beginning". RUN is a folder written by `mgk train`, or a Transformers
+    folder (`mgk convert`).
 
-    In Python: `mgk.hf.from_run("runs/a").generate(...)`, as with any model of Transformers.
+    In Python: `mgk.hf.from_run("runs/a").generate(...)`, as with any Transformers model.
 
     Args:
         run: folder of the model.
-        prompt: what it goes on from; a single end of line if there is none.
-        tokens: how many to generate.
-        sample: draw each token; --no-sample takes the likeliest.
-        temperature: below 1 is more careful, above 1 bolder.
-        top_p: draw from the likeliest tokens that together have this probability.
-        beams: keep so many candidates; more than one shows the text at the end.
-        seed: of what is drawn.
+        prompt: text to continue; a single end of line if not given.
+        tokens: number of tokens to generate.
+        sample: sample each token; --no-sample takes the most probable one.
+        temperature: below 1 makes probable tokens more probable, above 1 less.
+        top_p: sample from the most probable tokens that together have this probability.
+        beams: number of beams; with more than one, the text is printed at the end.
+        seed: seed of the sampling.
         which: which checkpoint of a run.
         device: where to compute.
-        data_root: where prepared data sets are, whose vocabulary a run reads; $MGK_DATA or ~/.cache/mgk/data.
+        data_root: folder of the prepared data sets, for a run's vocabulary; $MGK_DATA or ~/.cache/mgk/data.
     """
     import torch
 
@@ -77,33 +78,33 @@ def convert(
     data: str = "",
     data_root: Path | None = None,
 ) -> None:
-    """Between runs and Transformers, or from softmax heads to mixture keys.
+    """Convert between runs and Transformers folders, or from softmax heads to mixture keys.
 
-    mgk convert RUN FOLDER: a run of `mgk train` as a folder of Transformers, with tokenizer and model card, ready for
-    `hf upload`. mgk convert FOLDER RUN: the way back. Nothing is lost either way (--state for the optimiser's too).
+    mgk convert RUN FOLDER converts a run of `mgk train` to a Transformers folder, with tokenizer and model card, ready
+    for `hf upload`. mgk convert FOLDER RUN converts it back. Both keep everything (the optimiser's state with --state).
 
-    mgk convert --from MODEL --heads-to-mixtures FOLDER: half the heads. The most similar heads of a trained
-    softmax model are merged, two into one mixture-key head; --finetune STEPS then recovers the loss. MODEL is a run of
-    `mgk train`, measured and tuned on its own data, or a model of Transformers (GPT-2, Llama, Mistral, Qwen2), which
-    needs --text FILE for that.
+    mgk convert --from MODEL --heads-to-mixtures FOLDER halves the heads of a trained softmax model: the most similar
+    heads are merged, two into one mixture-key head, and --finetune STEPS recovers the loss. MODEL is a run of
+    `mgk train`, which is measured and tuned on its own data, or a Transformers model (GPT-2, Llama, Mistral, Qwen2),
+    which needs --text FILE for that.
 
     In Python: `mgk.hf.run_to_hf`, `mgk.hf.hf_to_run`, `mgk.hf.merge_heads` and `mgk.merge.finetune`.
 
     Args:
-        paths: the run or folder to convert, if there is no --from, and the new or empty folder to write.
+        paths: the run or folder to convert (not with --from), then the new or empty folder to write.
         from_: run, folder or hub name of a softmax model.
-        heads_to_mixtures: merge its heads, two and two.
-        drop: leave out every second head instead: the baseline to compare with.
-        text: a text to calibrate, fine-tune and measure on (the last tenth), for a model of Transformers.
-        windows: how many windows of the text to calibrate on.
-        length: tokens of a window.
+        heads_to_mixtures: merge its heads in pairs.
+        drop: drop every second head instead, as a baseline.
+        text: file to calibrate and fine-tune on, and to measure on (its last tenth), for a Transformers model.
+        windows: number of windows of the text to calibrate on.
+        length: tokens per window.
         finetune: steps of fine-tuning.
-        lr: highest learning rate of it.
-        batch: windows of a batch.
+        lr: peak learning rate of the fine-tuning.
+        batch: windows per batch.
         which: which checkpoint of a run.
-        state: with a run, the optimiser's state too.
-        data: name of the data set, for a folder that does not come from a run.
-        data_root: where prepared data sets are; $MGK_DATA or ~/.cache/mgk/data if not given.
+        state: convert the optimiser's state of a run too.
+        data: name of the data set, for a folder that was not converted from a run.
+        data_root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
     """
     from mgk.hf import convert as files
 

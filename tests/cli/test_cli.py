@@ -1,4 +1,4 @@
-"""The command line is a thin face: options reach the functions, an error is one line, help teaches."""
+"""The command line: options reach the functions, an error is one line, help texts are complete."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 import mgk.data
-from benchmarks import cpu, measure
-from benchmarks import train as bench_train
-from benchmarks.common import Case, Report
+import mgk.train
 from mgk import cli
 from mgk.cli import demo
+from mgk.cli.parsing import Command
 from mgk.recipes import RECIPES
+from mgk.train import Result
 from mgk.train import config as configuration
 from mgk.train.learner import Learner
 
-TINY = {"tiny": Case("tiny", batch=1, heads=2, length=16, width=4)}
 LISTOPS = "--sizes 60 20 20 --lengths 6 30 --depth 3 --arguments 4"
 SMALL = (
     "--data.options sizes=[60,20,20] lengths=[6,30] depth=3 arguments=4 --model.max-length 32 --model.layers 1 "
@@ -67,17 +66,21 @@ def test_from_data_to_trained_model_and_table(
     assert len(json.loads((tmp_path / "grid/comparison.json").read_text())["rows"]) == 2
 
 
-def test_paper_is_the_papers_way_and_can_still_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paper_changes_defaults_that_options_still_override(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(cli, "run_train", seen.append)
-    cli.parse(["train", "lra-text", "--paper", "--model.heads", "8"])()
-    cli.parse(["train", "lra-text"])()
-    paper, sound = (chosen.config for chosen in seen)
+
+    def train(config: Any, out: Path, **options: object) -> Result:
+        seen.append(config)
+        return Result(str(out), True, 0, 0)
+
+    monkeypatch.setattr(mgk.train, "train", train)
+    assert run("train lra-text --paper --model.heads 8") == run("train lra-text") == 0
+    paper, sound = seen
     assert (paper.model.pooling, paper.data.valid, paper.model.heads) == ("padded", "test", 8)
     assert (sound.model.pooling, sound.data.valid, sound.model.heads) == ("mean", "dev", 4)
 
 
-def test_a_stop_is_said_and_resume_goes_on(
+def test_a_stopped_run_says_so_and_resume_continues_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = f"train lra-listops {SMALL} --data-root {root} --out {tmp_path / 'run'}"
@@ -90,7 +93,7 @@ def test_a_stop_is_said_and_resume_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "update", interrupted)
         assert run(command) == 128 + signal.SIGTERM
-    assert "stopped at step 1; go on with" in capsys.readouterr().err
+    assert "stopped at step 1; continue with" in capsys.readouterr().err
     assert run(command) == 1
     assert "continue it with --resume" in capsys.readouterr().err
     assert run(f"{command} --resume --model.heads 1") == 1
@@ -120,34 +123,6 @@ def test_verify_finds_a_changed_byte(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert error.count("\n") == 1
 
 
-def test_bench_writes_the_report_where_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cpu, "CASES", TINY)
-    path = tmp_path / "bench.json"
-    assert run(f"bench --device cpu --cases tiny --rounds 1 --output {path}") == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["method"] for row in rows} == {"sdpa", "smgk soft", "smgk hard", "mgk soft", "mgk hard"}
-    assert {row["direction"] for row in rows} == {"forward", "forward+backward"}
-    assert "tiny: B=1 N=16 D=4" in capsys.readouterr().out
-
-
-def test_bench_without_output_writes_to_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some cases to a file of their own: they do not replace all of them."""
-    monkeypatch.setattr(cpu, "CASES", TINY)
-    monkeypatch.setattr(measure, "run", lambda *_, **__: Report({}, []))
-    monkeypatch.chdir(tmp_path)
-    assert run("bench --rounds 1") == run("bench --cases tiny --rounds 1") == 0
-    assert {path.name for path in Path("results").iterdir()} == {"bench-cpu.json", "bench-cpu-tiny.json"}
-
-
-def test_bench_of_training_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr(bench_train, "main", seen.append)
-    assert run("bench --what train --rounds 2 --output here.json") == 0
-    assert seen == [["--device", "cpu", "--rounds", "2", "--output", "here.json"]]
-
-
 def test_demo_shows_every_variant_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +132,7 @@ def test_demo_shows_every_variant_and_trains(
     for word in (*demo.VARIANTS, "| softmax:4 |", "| smgk:2    |", "comparison.md", "report.html"):
         assert word in shown
     assert (tmp_path / "steps-3" / "comparison.md").exists()
-    assert run(f"demo --steps 3 --out {tmp_path}") == 0  # again, at once
+    assert run(f"demo --steps 3 --out {tmp_path}") == 0  # nothing is left to train
 
 
 @pytest.mark.parametrize(
@@ -177,20 +152,13 @@ def test_demo_shows_every_variant_and_trains(
         ("compare lra-text --attentions gauss:3", 1, "attentions: expected VARIANT:HEADS"),
         ("eval nowhere", 1, "expected the folder of a run"),
         ("data", 2, "list"),
+        ("train", 2, "RECIPE: expected a name after `mgk train`"),
+        ("train --seed 3", 2, "RECIPE: expected a name after `mgk train`, got --seed"),
         ("data prepare nonsense", 2, "expected one of listops"),
         ("data prepare cifar10 --root nowhere", 1, "get cifar-10-python.tar.gz"),
         ("data prepare listops --sizes 3", 2, "--sizes"),
         ("data verify nonsense --root nowhere", 1, "nonsense is not prepared"),
         ("data verify --root nowhere", 1, "--root: expected a folder with prepared data sets, found none in nowhere"),
-        ("bench --rounds many", 2, "--rounds"),
-        ("bench --device cuda --cases wikitext", 1, "--cases: expected none with --what attention --device cuda"),
-        ("bench --what train --cases wikitext", 1, "--cases: expected none with --what train --device cpu"),
-        ("bench --device cuda --rounds 0", 1, "--rounds: expected none with --what attention --device cuda, got 0"),
-        ("bench --device abacus", 2, "abacus"),
-        ("bench --rouns 3", 2, "--rouns"),
-        ("bench --cases nowhere", 1, "--cases: expected some of lra-1024"),
-        ("bench --rounds 0", 1, "rounds: expected at least 1, got 0"),
-        ("bench --what train --rounds 0", 1, "rounds: expected at least 1, got 0"),
         ("demo --steps -1", 1, "steps: expected at least"),
     ],
 )
@@ -208,11 +176,11 @@ def test_an_error_is_one_line(
 
 
 def test_debug_shows_the_traceback() -> None:
-    with pytest.raises(ValueError, match="got 'nowhere'"):
-        cli.main(["bench", "--cases", "nowhere", "--debug"])
+    with pytest.raises(ValueError, match="expected the folder of a run"):
+        cli.main(["eval", "nowhere", "--debug"])
 
 
-def test_a_break_is_not_an_error_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_no_error_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
@@ -229,10 +197,19 @@ def shown_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", [*(name for name in cli.COMMANDS if name != "data"), *(f"data {name}" for name in cli.DATA_COMMANDS)]
+    "command", [*(name for name in cli.COMMANDS if name != "data"), *(f"data {name}" for name in cli.data.COMMANDS)]
 )
-def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_python_call(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "In Python:" in shown_by(command.split(), capsys)
+
+
+@pytest.mark.parametrize(("words", "commands"), [([], cli.COMMANDS), (["data"], cli.data.COMMANDS)])
+def test_help_of_a_group_lists_its_commands(
+    words: list[str], commands: dict[str, Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = shown_by(words, capsys)
+    for name, command in commands.items():
+        assert f" {name} {command.summary}" in shown
 
 
 def test_help_of_train_names_every_recipe_and_of_a_recipe_every_field(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,8 +230,31 @@ def test_python_m_mgk_is_the_command_line() -> None:
     assert done.stderr == ""
 
 
-def test_the_library_imports_where_tyro_and_rich_are_missing() -> None:
-    """As on GPU images: only the command line and what it prints need them."""
+@pytest.mark.parametrize("library", ["tyro", "rich", "safetensors"])
+def test_without_its_libraries_the_command_line_says_what_to_install(library: str) -> None:
+    program = f"import sys\nsys.modules['{library}'] = None\nimport mgk.cli"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("mgk: error: ")
+    assert done.stderr.endswith(": pip install 'mgk[train]'\n")
+    assert library in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("library", "extra"), cli.EXTRAS.items())
+def test_a_missing_library_of_an_extra_is_named(
+    library: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+
+    monkeypatch.setattr(cli, "parse", lambda arguments: fail)
+    assert cli.main([]) == 1
+    assert capsys.readouterr().err == f"mgk: error: No module named {library!r}: pip install 'mgk[{extra}]'\n"
+
+
+def test_the_library_imports_without_tyro_and_rich() -> None:
+    """They may be missing on GPU images; only the command line needs them."""
     program = (
         "import sys\nsys.modules['tyro'] = sys.modules['rich'] = None\n"
         "import mgk.data, mgk.models, mgk.train, mgk.recipes, benchmarks.train\n"
