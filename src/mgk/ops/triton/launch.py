@@ -5,7 +5,7 @@ eighty arguments of ours takes longer than many a kernel runs. Here a cheaper ke
 
 - of a tensor its dtype and whether its address is a multiple of 16; of None, a float or a bool the type alone,
 - of an integer whether it is 1, whether it is a multiple of 16 and how many bits it needs: a length that grows with
-  every step of decoding makes no new keys,
+  every step of decoding makes no new keys; of a tuple of integers the same for each of them,
 - of a host's tensor descriptor its dtype, block shape and layout; of a `tl.constexpr` or an option (`num_warps`) its
   value,
 - the device, and those of Triton's settings that go into its own key.
@@ -19,6 +19,7 @@ import threading
 from contextlib import nullcontext
 from functools import reduce
 from inspect import Parameter
+from itertools import chain
 from operator import attrgetter, itemgetter, or_
 from types import NoneType
 from typing import Any
@@ -73,7 +74,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) 
     key = (
         device, kernel.debug, settings(knobs), values, plan.constants(args), tuple(map(dtype, tensors)),
         reduce(or_, addresses) % 16 and tuple([each % 16 == 0 for each in addresses]),
-        tuple(map(integer_kinds.__getitem__, plan.integers(args))),
+        tuple(map(integer_kinds.__getitem__, chain(plan.integers(args), *plan.tuples(args)))),
         plan.descriptors and tuple([descriptor_key(args[place]) for place in plan.descriptors]),
     )  # fmt: skip
     found = plan.compiled.get(key)
@@ -121,25 +122,29 @@ recording = Recording()
 class Plan:
     """Where calls of a kernel with arguments of these types and keywords of these names have what.
 
-    `tensors` (at `places`), `integers` and `constants` pick these from the positional arguments, `descriptors` are
-    places, and `rest` are the parameters that have a keyword or their default.
+    `tensors` (at `places`), `integers`, `tuples` of integers and `constants` pick these from the positional arguments,
+    `descriptors` are places, and `rest` are the parameters that have a keyword or their default.
     """
 
-    def __init__(self, kernel: Any, types: tuple[type, ...], names: tuple[str, ...]) -> None:
+    def __init__(self, kernel: Any, types: tuple[Any, ...], names: tuple[str, ...]) -> None:
         self.kernel = kernel  # keeps it, and so the id by which the plan is found
         self.compiled: dict[Any, tuple[CompiledKernel, list[Any]]] = {}
         parameters = list(kernel.signature.parameters.values())
         self.rest = parameters[len(types) :]
         looked_at = {place: kind for place, kind in enumerate(types) if place not in kernel.constexprs}
-        self.places = [place for place, kind in looked_at.items() if issubclass(kind, Tensor)]
+        tuples = {place: kind for place, kind in looked_at.items() if isinstance(kind, tuple)}
+        single = {place: kind for place, kind in looked_at.items() if place not in tuples}
+        self.places = [place for place, kind in single.items() if issubclass(kind, Tensor)]
         self.tensors = pick(self.places)
-        self.integers = pick([place for place, kind in looked_at.items() if kind is int])
+        self.integers = pick([place for place, kind in single.items() if kind is int])
+        self.tuples = pick(list(tuples))
         self.constants = pick([place for place in range(len(types)) if place not in looked_at])
-        self.descriptors = tuple(place for place, kind in looked_at.items() if kind in DESCRIPTORS)
+        self.descriptors = tuple(place for place, kind in single.items() if kind in DESCRIPTORS)
         self.direct = (
             KNOWN
             and kernel.launch_metadata is None  # it would want the tensors, not their addresses
-            and all(issubclass(kind, Tensor) or kind in KINDS for kind in looked_at.values())
+            and all(issubclass(kind, Tensor) or kind in KINDS for kind in single.values())
+            and all(each is int for kind in tuples.values() for each in kind)
             and all(kernel.arg_names.index(name) in kernel.constexprs for name in names if name in kernel.arg_names)
             and all(parameter.kind is not Parameter.VAR_POSITIONAL for parameter in parameters)
         )
@@ -149,12 +154,15 @@ def plan_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Pl
     """None for Triton's interpreter."""
     if type(kernel) not in KERNELS:
         return None
-    call = id(kernel), tuple(map(type, args)), tuple(constants)
+    types: tuple[Any, ...] = tuple(map(type, args))
+    if tuple in types:
+        types = tuple([tuple(map(type, each)) if type(each) is tuple else type(each) for each in args])
+    call = id(kernel), types, tuple(constants)
     return plans.get(call) or plans.setdefault(call, Plan(kernel, *call[1:]))
 
 
 KINDS = (int, float, bool, NoneType, *DESCRIPTORS)
-plans: dict[tuple[int, tuple[type, ...], tuple[str, ...]], Plan] = {}
+plans: dict[tuple[int, tuple[Any, ...], tuple[str, ...]], Plan] = {}
 
 
 def pick(places: list[int]) -> itemgetter[Any]:
