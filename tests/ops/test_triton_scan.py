@@ -41,7 +41,7 @@ N = 37  # two tiles and five positions
 CASE = Case(B=1, H=2, M=2, Nq=N, Nk=N, D=20, Dv=12, prior="head", seed=3)  # of "smgk": shifted keys; "mgk": projected
 PLAIN = replace(CASE, variant="mgk", M=1, prior=None)
 BATCH = replace(CASE, B=2, H=1, prior="position")
-NO_ROOM = -100  # bits: every tile goes the slow road
+NO_HEADROOM = -100  # bits: every tile goes the slow road
 
 tiles_in_use = kernels.tile
 
@@ -121,16 +121,16 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    ("variant", "mask", "room"),
+    ("variant", "mask", "headroom"),
     [
-        *(("smgk", mask, kernels.ROOM) for mask in MASKS),
-        ("mgk", "everything", kernels.ROOM),
-        ("mgk", "left", NO_ROOM),
-        ("smgk", "holes", NO_ROOM),
+        *(("smgk", mask, kernels.HEADROOM) for mask in MASKS),
+        ("mgk", "everything", kernels.HEADROOM),
+        ("mgk", "left", NO_HEADROOM),
+        ("smgk", "holes", NO_HEADROOM),
     ],
 )
-def test_masks(variant: str, mask: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ROOM", room)
+def test_masks(variant: str, mask: str, headroom: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "HEADROOM", headroom)
     got, hidden = assert_right(numbers(replace(BATCH, variant=variant)), MASKS[mask]), ~MASKS[mask]
     assert not got["key"].movedim(-2, 1)[hidden].any()
     assert not got["value"].movedim(-2, 1)[hidden].any()
@@ -139,9 +139,11 @@ def test_masks(variant: str, mask: str, room: int, monkeypatch: pytest.MonkeyPat
     assert not got["query"].movedim(-2, 1)[blind].any()
 
 
-@pytest.mark.parametrize(("variant", "room"), [("mgk", kernels.ROOM), ("smgk", kernels.ROOM), ("mgk", NO_ROOM)])
-def test_what_hidden_keys_hold_does_not_matter(variant: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ROOM", room)
+@pytest.mark.parametrize(
+    ("variant", "headroom"), [("mgk", kernels.HEADROOM), ("smgk", kernels.HEADROOM), ("mgk", NO_HEADROOM)]
+)
+def test_what_hidden_keys_hold_does_not_matter(variant: str, headroom: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "HEADROOM", headroom)
     inputs, mask, results = numbers(replace(BATCH, variant=variant)), MASKS["holes"] & MASKS["padding"], []
     for content in (0.0, torch.nan):
         changed = {name: inputs[name].clone() for name in ("key", "value")}
@@ -160,7 +162,7 @@ def test_what_hidden_keys_hold_does_not_matter(variant: str, room: int, monkeypa
 )
 def test_the_slow_road(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which numbers like these do not need."""
-    monkeypatch.setattr(kernels, "ROOM", NO_ROOM)
+    monkeypatch.setattr(kernels, "HEADROOM", NO_HEADROOM)
     assert_right(numbers(case, dtype))
 
 
@@ -175,7 +177,7 @@ CHANGES = {
     "falling": torch.linspace(0, -900, N),
     "late": torch.tensor([-1e3] * 24 + [0.0] * (N - 24)),  # in the middle of a tile
     "in turn": torch.tensor([-1e3, 0.0, -50.0, 1e4]).repeat(10)[:N],
-    "a little": torch.linspace(-45, 0, 16).repeat(3)[:N],  # near the limit of the room, on both sides of it
+    "a little": torch.linspace(-45, 0, 16).repeat(3)[:N],  # near the limit of the headroom, on both sides of it
 }
 
 
