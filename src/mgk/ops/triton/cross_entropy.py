@@ -29,7 +29,6 @@ from mgk.ops.triton.launch import launch
 from mgk.ops.triton.loads import constants
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile, store_tile
 
-MAX_WIDTH = 256
 SPLIT, SPLITS = 4096, 8  # tokens of a split at least, and splits at most
 COUNTS = ("num_rows", "num_tokens", "tiles", "splits")
 LN2 = tl.constexpr(0.6931471805599453)

@@ -130,7 +130,8 @@ def one_query_kernel(
     begin = i_s * split_keys
     end = tl.minimum(begin + split_keys, num_keys)
     full = begin + (end - begin) // (S.BN * AHEAD) * (S.BN * AHEAD)
-    p_mask, p_prior = offset(MASK, i_b * stride_mask), p_head_prior if POSITIONS else None
+    p_mask = offset(MASK, i_b * stride_mask)
+    p_prior = p_head_prior if POSITIONS else None
     if MASK is not None:
         if not all_visible(p_mask, begin, end, 2048):
             full = begin
@@ -165,7 +166,8 @@ def few_queries_kernel(
     i_b, i_h, i_component = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh % H * S.M
     o_m, o_v = tl.arange(0, BM), tl.arange(0, S.BV)
     p_k, p_v = head_pointer(K, sk, i_b, i_h), head_pointer(V, sv, i_b, i_h)
-    p_prior, p_mask = offset(PRIOR, i_h * sp[0]), offset(MASK, i_b * stride_mask)
+    p_prior = offset(PRIOR, i_h * sp[0])
+    p_mask = offset(MASK, i_b * stride_mask)
     b_q = load_active(head_pointer(Q, sq, i_b, i_h), 0, o_m < num_queries, sq[2], BM, S.D, S.BD)  # [BM, BD]
 
     shift, row, scale = (), (), ()

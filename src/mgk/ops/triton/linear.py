@@ -12,7 +12,8 @@ sum is at least 1 (ops/linear.py). Backward, with g_i the gradient of h_i and P_
     G_jf = v_j.dS_f + dz_f     dv_j = K_j dS       dk_jrf = K'_jrf G_jf                dlog_prior_jr = sum_f K_jrf G_jf
 
 The keys and the queries of a head are split between programs, each of which loops over its tiles. Every program writes
-sums of its own, which are added in a fixed order. A state holds S^T, z and c as rows of one matrix (Dv+2,D).
+sums of its own, which are added in a fixed order. A state holds S^T, z and c as rows of one matrix (Dv+2,D). The
+kernels call the sums S^T `sums`; their parameter S holds the compile-time constants of `settings`.
 
 A batch may be one packed row of B sequences, each attending to itself: sequence b has the rows CU_SEQLENS[b] to
 CU_SEQLENS[b+1]. Rows after the last sequence are neither read nor written. Programs are split as for the longest one.
@@ -73,13 +74,17 @@ def split_range(i_split, tiles, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sequence(CU_SEQLENS, i_b, length):
-    """Return the batch and row where a sequence begins, and its length, which is `length` unless rows are packed."""
-    first = 0
+def locate(H, CU_SEQLENS, length):
+    """Return this program's index b H + h, batch and head, and where in the batch its sequence begins and its length.
+
+    The length is `length` unless rows are packed.
+    """
+    i_bh, first = tl.program_id(0), 0
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     if CU_SEQLENS is not None:
         first = tl.load(CU_SEQLENS + i_b)
         i_b, first, length = 0, first.to(tl.int64), tl.load(CU_SEQLENS + i_b + 1) - first
-    return i_b, first, length
+    return i_bh.to(tl.int64), i_b, i_h, first, length
 
 
 @triton.jit
@@ -196,9 +201,8 @@ def key_kernel(K, SHIFT, V, PRIOR, MASK, SPAN, CU_SEQLENS, STATE, sk, sv, H, pos
 
     `positions` is the number of keys and, always, of positions of a prior; packed sequences have fewer keys.
     """
-    i_bh, i_split, o_d = tl.program_id(0), tl.program_id(1), tl.arange(0, S.BD)
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    i_b, first, num_keys = sequence(CU_SEQLENS, i_b, positions)
+    i_bh, i_b, i_h, first, num_keys = locate(H, CU_SEQLENS, positions)
+    i_split, o_d = tl.program_id(1), tl.arange(0, S.BD)
     _, last_key = key_range(SPAN, i_b, 0, num_keys, SPAN is not None)
     begin, stop = split_range(i_split, tiles, last_key, S.BN)
     p_k, p_v = head_pointer(K, sk, i_b, i_h, first), head_pointer(V, sv, i_b, i_h, first)
@@ -268,12 +272,10 @@ def read_state(p_q, start, num_queries, z, c, strides, S: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTS)
 def query_kernel(Q, STATE, OUT, CU_SEQLENS, sq, so, H, num_queries, tiles, S: tl.constexpr):
     """Store the output of each split of the queries in OUT."""
-    i_bh, i_split = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    i_b, first, num_queries = sequence(CU_SEQLENS, i_b, num_queries)
-    begin, stop = split_range(i_split, tiles, num_queries, S.BN)
+    i_bh, i_b, i_h, first, num_queries = locate(H, CU_SEQLENS, num_queries)
+    begin, stop = split_range(tl.program_id(1), tiles, num_queries, S.BN)
     p_q, p_out = head_pointer(Q, sq, i_b, i_h, first), head_pointer(OUT, so, i_b, i_h, first)
-    sums, z, c = load_state(STATE + i_bh.to(tl.int64) * ((S.DV + 2) * S.D), S)
+    sums, z, c = load_state(STATE + i_bh * ((S.DV + 2) * S.D), S)
     for start in range(begin, stop, S.BN):
         reads, _, inverse = read_state(p_q, start, num_queries, z, c, sq, S)
         b_o = tl.dot(reads, tl.trans(sums), input_precision=S.PRECISION) * inverse[:, None]
@@ -283,17 +285,15 @@ def query_kernel(Q, STATE, OUT, CU_SEQLENS, sq, so, H, num_queries, tiles, S: tl
 @triton.jit(do_not_specialize=COUNTS)
 def query_gradient_kernel(Q, STATE, DO, DQ, DSTATE, CU_SEQLENS, sq, sdo, sdq, H, num_queries, tiles, S: tl.constexpr):
     """Store dq in DQ, and dS^T and dz of each split of the queries in DSTATE (splits,G,Dv+1,D)."""
-    i_bh, i_split, o_d = tl.program_id(0), tl.program_id(1), tl.arange(0, S.BD)
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    i_b, first, num_queries = sequence(CU_SEQLENS, i_b, num_queries)
+    i_bh, i_b, i_h, first, num_queries = locate(H, CU_SEQLENS, num_queries)
+    i_split, o_d = tl.program_id(1), tl.arange(0, S.BD)
     begin, stop = split_range(i_split, tiles, num_queries, S.BN)
     p_q, p_do = head_pointer(Q, sq, i_b, i_h, first), head_pointer(DO, sdo, i_b, i_h, first)
     p_dq = head_pointer(DQ, sdq, i_b, i_h, first)
-    sums, z, c = load_state(STATE + i_bh.to(tl.int64) * ((S.DV + 2) * S.D), S)
+    sums, z, c = load_state(STATE + i_bh * ((S.DV + 2) * S.D), S)
     d_sums, dz = tl.zeros([S.BV, S.BD], tl.float32), tl.zeros([S.BD], tl.float32)
     for start in range(begin, stop, S.BN):
-        b_do = load_tile(p_do, start, num_queries, sdo[2], S.BN, S.DV, S.BV, True)  # [BN, BV]
-        b_do = dot_operand(b_do, S.PRECISION)
+        b_do = dot_operand(load_tile(p_do, start, num_queries, sdo[2], S.BN, S.DV, S.BV, True), S.PRECISION)  # [BN, BV]
         reads, slope, inverse = read_state(p_q, start, num_queries, z, c, sq, S)
         shares = dot_operand(reads * inverse[:, None], S.PRECISION)  # P
         product = tl.dot(b_do, sums, input_precision=S.PRECISION)  # [BN, BD]: g_i.S_f
@@ -316,20 +316,18 @@ def key_gradient_kernel(
 
     PART (splits,G,M,D+1) takes the sums over each split for the shifts and, in the last column, the priors of a head.
     """
-    i_bh, i_split = tl.program_id(0), tl.program_id(1)
-    i_b, i_h, i_g = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
-    o_d = tl.arange(0, S.BD)
-    i_b, first, num_keys = sequence(CU_SEQLENS, i_b, positions)
+    i_bh, i_b, i_h, first, num_keys = locate(H, CU_SEQLENS, positions)
+    i_split, o_d = tl.program_id(1), tl.arange(0, S.BD)
     _, last_key = key_range(SPAN, i_b, 0, num_keys, SPAN is not None)
     begin, stop = split_range(i_split, tiles, last_key, S.BN)
     p_k, p_v = head_pointer(K, sk, i_b, i_h, first), head_pointer(V, sv, i_b, i_h, first)
     p_dk, p_dv = head_pointer(DK, sdk, i_b, i_h, first), head_pointer(DV, sdv, i_b, i_h, first)
-    p_mask, p_dprior = offset(MASK, i_b * num_keys), DPRIOR + i_g * S.M * positions
-    p_state = DSTATE + i_g * ((S.DV + 1) * S.D)
+    p_mask = offset(MASK, i_b * num_keys)
+    p_dprior, p_state = DPRIOR + i_bh * S.M * positions, DSTATE + i_bh * ((S.DV + 1) * S.D)
     d_sums = dot_operand(load_tile(p_state, 0, S.DV, S.D, S.BV, S.D, S.BD, True), S.PRECISION)  # [BV, BD]
     dz = tl.load(p_state + S.DV * S.D + o_d, mask=o_d < S.D, other=0.0)
     # exp(-inf) makes features beyond D zero, whatever the prior.
-    c = tl.load(STATE + i_g * ((S.DV + 2) * S.D) + (S.DV + 1) * S.D + o_d, mask=o_d < S.D, other=float("inf"))
+    c = tl.load(STATE + i_bh * ((S.DV + 2) * S.D) + (S.DV + 1) * S.D + o_d, mask=o_d < S.D, other=float("inf"))
     dshift, dprior = zeros_tuple([S.BD], S.M), zeros_tuple([S.BN], S.M)
     for start in range(begin, stop, S.BN):
         active = active_rows(p_mask, start + tl.arange(0, S.BN), num_keys)
@@ -355,7 +353,7 @@ def key_gradient_kernel(
             if S.PRIOR_AXES == 3:
                 for r in tl.static_range(S.M):
                     tl.store(p_dprior + r * positions + o_n, tl.zeros([S.BN], tl.float32), mask=o_n < num_keys)
-    store_head_gradients(PART, i_split * tl.num_programs(0) + i_g, dshift, dprior, S)
+    store_head_gradients(PART, i_split * tl.num_programs(0) + i_bh, dshift, dprior, S)
 
 
 def linear_attention(
@@ -399,7 +397,7 @@ def tile(query: Tensor, value: Tensor, components: int) -> dict[str, int]:
 def settings(
     query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, tile: dict[str, int]
 ) -> dict[str, Any]:
-    """Return the constants that the kernels are compiled for, S, and the launch options."""
+    """Return the launch options and the constants S: widths, their blocks BD and BV, components, tile size BN, ..."""
     width, value_width, options = query.shape[-1], value.shape[-1], dict(tile)
     sizes = constants(
         D=width, DV=value_width, BD=block_width(width), BV=block_width(value_width), M=num_components(key, shift),

@@ -61,7 +61,10 @@ def head_pointer(base, strides, i_b, i_h, first=0):
 
 @triton.jit
 def offset(pointer, distance):
-    """Return `pointer + distance`, or None for a tensor that was not passed."""
+    """Return `pointer + distance`, or None for a tensor that was not passed.
+
+    Assign the result to one name: Triton 3.6 does not unpack a tuple with None.
+    """
     result = pointer
     if pointer is not None:
         result = pointer + distance

@@ -139,7 +139,8 @@ def prior_kernel(
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_n = i_n * S.BN + tl.arange(0, S.BN)
     p_q, p_k = head_pointer(Q, sq, i_b, i_h.to(tl.int64)), head_pointer(K, sk, i_b, i_h.to(tl.int64))
-    p_row, p_query_mask = offset(ROW, i_bh.to(tl.int64) * S.M * num_queries), offset(QUERY_MASK, i_b * num_queries)
+    p_row = offset(ROW, i_bh.to(tl.int64) * S.M * num_queries)
+    p_query_mask = offset(QUERY_MASK, i_b * num_queries)
     p_prior = offset(PRIOR, i_h.to(tl.int64) * sp[0])
 
     keys, bias, scale = (), (), ()

@@ -48,6 +48,7 @@ from mgk.ops.triton.linear import (
     input_gradients,
     largest_exponent,
     load_keys,
+    locate,
     mix_keys,
     new_gradients,
     read_weights,
@@ -122,10 +123,10 @@ def forward_kernel(
     Q, K, SHIFT, V, PRIOR, MASK, OUT, sq, sk, sv, so, H, positions, S: tl.constexpr, HEADROOM: tl.constexpr
 ):
     """Store the output of a head in OUT."""
-    i_bh = tl.program_id(0)
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    _i_bh, i_b, i_h, _first, _length = locate(H, None, positions)
     p_q, p_k, p_v = head_pointer(Q, sq, i_b, i_h), head_pointer(K, sk, i_b, i_h), head_pointer(V, sv, i_b, i_h)
-    p_out, p_mask = head_pointer(OUT, so, i_b, i_h), offset(MASK, i_b * positions)
+    p_out = head_pointer(OUT, so, i_b, i_h)
+    p_mask = offset(MASK, i_b * positions)
 
     c, z = tl.full([S.BD], LOWEST, tl.float32), tl.zeros([S.BD], tl.float32)
     sums, first = tl.zeros([S.BV, S.BD], tl.float32), positions + S.BN  # S^T; no position has a key yet
@@ -183,11 +184,11 @@ def query_gradient_kernel(
     HEADROOM: tl.constexpr,
 ):  # fmt: skip
     """Store dq in DQ, and in KNOWN (2,G,N) l, +inf where a query sees no key, and delta."""
-    i_bh = tl.program_id(0)
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_bh, i_b, i_h, _first, _length = locate(H, None, positions)
     p_q, p_k, p_v = head_pointer(Q, sq, i_b, i_h), head_pointer(K, sk, i_b, i_h), head_pointer(V, sv, i_b, i_h)
     p_do, p_dq = head_pointer(DO, sdo, i_b, i_h), head_pointer(DQ, sdq, i_b, i_h)
-    p_mask, p_known = offset(MASK, i_b * positions), KNOWN + i_bh.to(tl.int64) * positions
+    p_mask = offset(MASK, i_b * positions)
+    p_known = KNOWN + i_bh * positions
 
     c, z = tl.full([S.BD], LOWEST, tl.float32), tl.zeros([S.BD], tl.float32)
     sums, first = tl.zeros([S.BV, S.BD], tl.float32), positions + S.BN  # S^T; no position has a key yet
@@ -215,7 +216,7 @@ def query_gradient_kernel(
                 b_x, zeros + z[None, :], zeros + c[None, :], b_do, o_n, p_k, SHIFT, p_v, PRIOR, p_mask, i_h, start,
                 positions, sk, sv, S,
             )  # fmt: skip
-            reads, _slope, m = read_weights(mantissa, exponent, b_c, "ieee")
+            reads, slope, m = read_weights(mantissa, exponent, b_c, "ieee")
             total = tl.sum(reads * b_z, 1)
         else:
             pairs = tl.dot(b_do, tl.trans(b_v), input_precision=S.PRECISION)  # [BN, BN]: g_i.v_j
@@ -250,12 +251,11 @@ def key_gradient_kernel(
 
     PART (G,M,D+1) takes the sums for the shifts and, in the last column, the priors of a head.
     """
-    i_bh = tl.program_id(0)
-    i_b, i_h, i_g = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
+    i_bh, i_b, i_h, _first, _length = locate(H, None, positions)
     p_q, p_k, p_v = head_pointer(Q, sq, i_b, i_h), head_pointer(K, sk, i_b, i_h), head_pointer(V, sv, i_b, i_h)
     p_do, p_dk, p_dv = head_pointer(DO, sdo, i_b, i_h), head_pointer(DK, sdk, i_b, i_h), head_pointer(DV, sdv, i_b, i_h)
-    p_mask, p_dprior = offset(MASK, i_b * positions), DPRIOR + i_g * S.M * positions
-    p_log = KNOWN + i_g * positions
+    p_mask = offset(MASK, i_b * positions)
+    p_dprior, p_log = DPRIOR + i_bh * S.M * positions, KNOWN + i_bh * positions
     p_delta = p_log + tl.num_programs(0).to(tl.int64) * positions
 
     d, y = tl.full([S.BD], LOWEST, tl.float32), tl.zeros([S.BD], tl.float32)
@@ -316,7 +316,7 @@ def key_gradient_kernel(
             keys, log_prior, b_d, d_phi, dshift, dprior, p_dk, p_dprior, SHIFT, start, positions, positions, sdk, S
         )
 
-    store_head_gradients(PART, i_g, dshift, dprior, S)
+    store_head_gradients(PART, i_bh, dshift, dprior, S)
 
 
 def scan_attention(
