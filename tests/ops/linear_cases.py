@@ -1,4 +1,4 @@
-"""Inputs for the tests of the linear family, Eqn 14 as it stands, and what it means that two computations agree.
+"""Inputs for the tests of linear attention, Eqn 14 as the paper writes it, and comparisons.
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
 """
@@ -63,7 +63,7 @@ def dense(
 
 
 def gradients(output: Tensor, arguments: Inputs, seed: int = 9) -> list[Tensor]:
-    """Of a fixed random functional of the output, for every argument."""
+    """Return the gradients of a fixed random functional of the output, for every argument."""
     total = (output * numbers(*output.shape, seed=seed)).sum()
     return list(torch.autograd.grad(total, list(arguments.values()), materialize_grads=True))
 
@@ -76,7 +76,7 @@ def agree(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 
 def feed(
     pieces: Sequence[int], query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, **options: Any
 ) -> Tensor:
-    """A sequence in pieces of the given sizes through `linear_step`."""
+    """Feed a sequence to `linear_step` in pieces of the given sizes."""
     state, outputs, start = None, [], 0
     for size in pieces:
         at = slice(start, start + size)

@@ -1,4 +1,4 @@
-"""What the tests of the kernels for linear attention share, with a causal mask (scan.py) and without (linear.py)."""
+"""Helpers for the tests of the linear-attention kernels, causal (scan.py) or not (linear.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SMALL_TILE = {"BN": 16, "num_warps": 4, "num_stages": 1}
 
 
 def incoming(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient that depends on the shape alone, and that `dtype` can hold."""
+    """Return a gradient that depends on the shape alone and is exact in `dtype`."""
     angles = torch.linspace(-1, 4, output.numel(), dtype=torch.float64)
     return angles.cos().view(output.shape).to(dtype).to(output.device, output.dtype)
 
 
 def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Inputs:
-    """Shifts and priors are float32, as parameters are."""
+    """Return the inputs of a case; shifts and priors are float32, as parameters are."""
     return {
         name: tensor.detach().to(torch.float32 if name in ("shift", "log_prior") else dtype)
         for name, tensor in case.inputs(scale=scale).items()
@@ -32,7 +32,7 @@ def leaves_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
 
 
 def size_of_output(inputs: Inputs, mask: Tensor | None = None, *, is_causal: bool) -> Tensor:
-    """With the sizes of the values in place of the values."""
+    """Return the output for the absolute values of `value`."""
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     checked = linear._check(query, key, inputs.get("shift"), value.abs(), inputs.get("log_prior"), "elu", mask)
     sums = linear._dense(*linear._prepare(query, key, inputs.get("shift"), *checked), is_causal)
@@ -41,10 +41,10 @@ def size_of_output(inputs: Inputs, mask: Tensor | None = None, *, is_causal: boo
 
 
 def sizes_of_terms(output: Tensor, leaves: Inputs) -> dict[str, float]:
-    """Behind each result, since what cancels is to be judged by them; `output` is that of `size_of_output`.
+    """Return the size of the terms behind each result, for sums that cancel; `output` is that of `size_of_output`.
 
-    With values and incoming gradients of one sign all terms that a gradient has by way of the numerator have one; those
-    of the denominator are as large.
+    With values and incoming gradients of one sign, all terms of a gradient through the numerator have one sign; those
+    through the denominator are as large.
     """
     grads = torch.autograd.grad(output, list(leaves.values()), incoming(output, output.dtype).abs())
     return {name: float(x.detach().norm()) for name, x in zip(["output", *leaves], (output, *grads), strict=True)}
@@ -53,8 +53,10 @@ def sizes_of_terms(output: Tensor, leaves: Inputs) -> dict[str, float]:
 def assert_rounded(
     got: dict[str, Tensor], exact: dict[str, Tensor], sizes: dict[str, float], inputs: Inputs
 ) -> dict[str, Tensor]:
-    """What the kernels gave, if its errors are those of the arithmetic: relative to the terms of a sum, one rounding of
-    the largest exponent in float32, and in half precision one of a factor to eleven bits; and then one of the result.
+    """Check that the errors are rounding errors, and return `got`.
+
+    Relative to the terms of a sum these are one rounding of the largest exponent in float32 and, in half precision, one
+    of a factor to eleven bits; then one rounding of the result.
     """
     dtype = inputs["query"].dtype
     largest = [inputs["query"], component_keys(inputs), *(inputs[name] for name in ("log_prior",) if name in inputs)]

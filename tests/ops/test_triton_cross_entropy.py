@@ -1,4 +1,4 @@
-"""The losses of a softmax over many tokens without its logits, against PyTorch's in float64.
+"""Cross-entropy without stored logits, against PyTorch's in float64.
 
 T rows, V tokens, E width.
 """
@@ -23,7 +23,7 @@ def several_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inputs(rows: int, tokens: int, width: int, scale: float = 1.0) -> tuple[list[Tensor], Tensor, Tensor]:
-    """x, weight and bias; targets, of which one is none; and a gradient."""
+    """Return [x, weight, bias], targets, one of them ignored, and a gradient."""
     generator = torch.Generator().manual_seed(3)
     x, weight, bias, grad = (
         torch.randn(shape, generator=generator) for shape in ((rows, width), (tokens, width), (tokens,), (rows,))
@@ -36,7 +36,7 @@ def inputs(rows: int, tokens: int, width: int, scale: float = 1.0) -> tuple[list
 def run(
     numbers: list[Tensor], target: Tensor, grad: Tensor, span: tuple[int, int] | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Losses and gradients side by side; x and weight in `dtype`, the bias in float32."""
+    """Return losses and gradients, with x and weight in `dtype` and the bias in float32."""
     kinds = dtype, dtype, torch.float32
     leaves = [each.to(DEVICE, kind).requires_grad_() for each, kind in zip(numbers, kinds, strict=True)]
     where = None if span is None else torch.tensor(span, dtype=torch.int32, device=DEVICE)
@@ -84,7 +84,7 @@ def test_half_precision(dtype: torch.dtype, width: int) -> None:
 
 
 def test_every_range_of_numbers() -> None:
-    """Logits of some thousands: one token has all the weight, wherever it stands, and no number overflows.
+    """Logits of some thousands: one token has all the weight, and nothing overflows.
 
     A loss is off by two roundings of the largest logit, and gradients by as much of themselves.
     """
@@ -97,8 +97,8 @@ def test_every_range_of_numbers() -> None:
         assert float((have - want).abs().max()) <= off * scale
 
 
-def test_tokens_that_never_come() -> None:
-    """A bias of -inf, of a whole tile too, takes them out."""
+def test_tokens_with_zero_probability() -> None:
+    """A bias of -inf, for a full tile too, removes tokens."""
     numbers, target, grad = inputs(40, 300, 20)
     numbers[2][64:] = -torch.inf
     found = run(numbers, target % 64, grad, None, torch.float32)
@@ -147,8 +147,8 @@ def test_operators_pass_the_checks_of_torch() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_graph_captures_it() -> None:
-    """And rows that take part in a replay are those that are said to then."""
+def test_a_cuda_graph_captures_it() -> None:
+    """A replay uses the span that its tensor holds then."""
     (x, weight, bias), target, grad = inputs(300, 1000, 32)
     leaves = [each.cuda().requires_grad_() for each in (x, weight, bias)]
     target, grad, span = target.cuda(), grad.cuda(), torch.tensor([0, 100], dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""One or a few queries against a cache, split between programs. Without a GPU, through Triton's interpreter."""
+"""Decoding kernels against the reference, in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW = replace(CACHE, Nq=5, is_causal=True)
 
 @pytest.fixture(autouse=True, scope="module")
 def many_splits() -> Iterator[None]:
-    """Small caches cross several tiles and several splits."""
+    """Make small caches span several tiles and several splits."""
     with pytest.MonkeyPatch.context() as patch, strict_memory():
         patch.setattr(decode, "SPLIT_TILES", 1)
         patch.setattr(decode, "multiprocessors", lambda device: 2)
@@ -36,7 +36,7 @@ def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0) 
 
 
 def run(inputs: Inputs, case: Case, key_mask: Tensor | None = None) -> Tensor:
-    """The kernels' answer, on the CPU."""
+    """Return the output of the kernels, on the CPU."""
     there = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
     mask = case.key_mask() if key_mask is None else key_mask
     return decode.decode_attention(
@@ -51,7 +51,7 @@ def exact(inputs: Inputs, case: Case) -> Tensor:
 
 
 def error(output: Tensor, target: Tensor) -> float:
-    """The largest, NaN if there is one."""
+    """Return the largest error, NaN if there is one."""
     return float((output.double() - target).abs().max())
 
 
@@ -99,8 +99,8 @@ def test_half_precision_error_is_at_most_twice_that_of_eager_code(
 
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_answer_to_one_query_is_rounded_once(variant: str, e_step: str) -> None:
-    """Nothing in between is half precision."""
+def test_one_query_is_rounded_once(variant: str, e_step: str) -> None:
+    """No intermediate result is in half precision."""
     case = replace(CACHE, variant=variant, e_step=e_step)
     inputs = numbers(case, torch.bfloat16)
     target = exact(inputs, case)
@@ -110,8 +110,8 @@ def test_the_answer_to_one_query_is_rounded_once(variant: str, e_step: str) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("base", [CACHE, FEW], ids=["one", "few"])
-def test_masked_places_of_the_cache_are_not_read(base: Case, variant: str) -> None:
-    """They may hold NaN, as memory that was never written does."""
+def test_masked_keys_are_not_read(base: Case, variant: str) -> None:
+    """They may hold NaN, as uninitialised memory does."""
     case = replace(base, variant=variant)
     inputs, mask = numbers(case), case.key_mask()
     assert mask is not None
@@ -124,8 +124,8 @@ def test_masked_places_of_the_cache_are_not_read(base: Case, variant: str) -> No
 
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_splits_all_there_some_there_and_none(variant: str, e_step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask is read once per split; tiles of one that hides nothing are read two at a time, ragged ends apart."""
+def test_splits_with_all_some_and_no_keys_visible(variant: str, e_step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is read once per split; without masked keys two tiles are read at a time, except for ragged ends."""
     monkeypatch.setattr(decode, "NUMBERS", 512)
     monkeypatch.setattr(decode, "MAX_SPLITS", 4)
     case = replace(CACHE, variant=variant, e_step=e_step, Nk=301, masked=False, prior="head")
@@ -160,13 +160,13 @@ def test_a_query_without_keys_gets_zeros(base: Case) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("base", [CACHE, FEW], ids=["one", "few"])
 def test_any_strides(base: Case, variant: str) -> None:
-    """A cache that is the beginning of longer memory, laid out as (B,N,H,D), and even one with the width first."""
+    """A slice of a longer cache with layout (B,N,H,D), and tensors whose last dimension is not contiguous."""
     case = replace(base, variant=variant)
     inputs = numbers(case)
     wanted, views = run(inputs, case), dict(inputs)
     for name in ("query", "key", "value"):
-        room = torch.full_like(inputs[name], torch.nan).repeat_interleave(2, -2).transpose(1, -2).contiguous()
-        views[name] = room.transpose(1, -2)[..., : inputs[name].shape[-2], :]
+        memory = torch.full_like(inputs[name], torch.nan).repeat_interleave(2, -2).transpose(1, -2).contiguous()
+        views[name] = memory.transpose(1, -2)[..., : inputs[name].shape[-2], :]
         views[name].copy_(inputs[name])
     turned = {**inputs, "value": inputs["value"].mT.contiguous().mT, "key": inputs["key"].mT.contiguous().mT}
     for same in (views, turned):

@@ -1,4 +1,4 @@
-"""Linear attention as kernels, against the reference in float64. Without a GPU, through Triton's interpreter.
+"""Linear-attention kernels against the reference in float64, in Triton's interpreter if there is no GPU.
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
 """
@@ -39,22 +39,24 @@ from tests.ops.triton_env import DEVICE, assert_graph_follows, strict_memory
 # isort: split
 from mgk.ops.triton import linear as kernels
 
-# A query that sees no key divides by zero before it gets zeros; numpy, which the interpreter computes with, says so.
+# A query without visible keys divides by zero before it gets zeros; numpy, used by the interpreter, warns about it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
-CASE = Case(B=1, H=2, M=2, Nq=21, Nk=37, D=20, Dv=12, prior="head", seed=3)  # of "smgk": shifted keys; "mgk": projected
+CASE = Case(
+    B=1, H=2, M=2, Nq=21, Nk=37, D=20, Dv=12, prior="head", seed=3
+)  # "smgk": shifted keys, "mgk": projected keys
 PLAIN = replace(CASE, variant="mgk", M=1, prior=None)
 PACKED = replace(CASE, Nq=40, Nk=40, prior="position")
-ENDS = torch.tensor([[0, 17, 38], [0, 5, 40]], dtype=torch.int32)
-LONGEST = 40  # a bound for all sequences of packed rows
+CU_SEQLENS = torch.tensor([[0, 17, 38], [0, 5, 40]], dtype=torch.int32)
+MAX_SEQLEN = 40  # for all packed sequences
 
-tiles_in_use = kernels.tile
+default_tile = kernels.tile
 SIZE_OF_OUTPUT = partial(size_of_output, is_causal=False)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    """Small inputs have several splits of several tiles; fresh memory is NaN."""
+    """Make small inputs span several splits of several tiles, and fill fresh memory with NaN."""
     with pytest.MonkeyPatch.context() as patch, strict_memory():
         patch.setattr(kernels, "tile", lambda *_: SMALL_TILE)
         patch.setattr(kernels, "PROGRAMS", 4)
@@ -66,46 +68,54 @@ def attend(inputs: Inputs, impl: str, key_mask: Tensor | None = None, **options:
     return function(**inputs, key_mask=key_mask, impl=impl, **options)
 
 
-def attend_packed(inputs: Inputs, impl: str, ends: Tensor) -> Tensor:
+def attend_packed(inputs: Inputs, impl: str, cu_seqlens: Tensor) -> Tensor:
     if impl == "reference":
-        return one_by_one(partial(attend, impl=impl), inputs, ends)
+        return one_by_one(partial(attend, impl=impl), inputs, cu_seqlens)
     shift, prior = inputs.get("shift"), inputs.get("log_prior")
-    return kernels.linear_attention(inputs["query"], inputs["key"], shift, inputs["value"], prior, None, ends, LONGEST)
+    return kernels.linear_attention(
+        inputs["query"], inputs["key"], shift, inputs["value"], prior, None, cu_seqlens, MAX_SEQLEN
+    )
 
 
-def one_by_one(function: Callable[[Inputs], Tensor], inputs: Inputs, ends: Tensor) -> Tensor:
-    """What it gives for each sequence alone, packed; and zeros."""
+def one_by_one(function: Callable[[Inputs], Tensor], inputs: Inputs, cu_seqlens: Tensor) -> Tensor:
+    """Apply `function` to each sequence alone and pack the results, followed by zeros."""
     results = []
-    for first, last in pairwise(ends.tolist()):
+    for first, last in pairwise(cu_seqlens.tolist()):
         rows = slice(first, last)
         alone = pick_queries(pick_keys(inputs, rows), rows)
         if "log_prior" in inputs and inputs["log_prior"].dim() == 3:
             alone["log_prior"] = inputs["log_prior"][..., : last - first]
         results.append(function(alone))
-    return pad(torch.cat(results, 2), (0, 0, 0, inputs["query"].shape[2] - int(ends[-1])))
+    return pad(torch.cat(results, 2), (0, 0, 0, inputs["query"].shape[2] - int(cu_seqlens[-1])))
 
 
 def run(
-    inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtype | None = None, ends: Tensor | None = None
+    inputs: Inputs,
+    impl: str,
+    mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Output and gradients, on the CPU in float64."""
+    """Return output and gradients, on the CPU in float64."""
     device = DEVICE if impl == "triton" else "cpu"
     leaves = {name: tensor.detach().to(device).requires_grad_() for name, tensor in inputs.items()}
-    if ends is None:
+    if cu_seqlens is None:
         output = attend(leaves, impl, None if mask is None else mask.to(device))
     else:
-        output = attend_packed(leaves, impl, ends.to(device))
+        output = attend_packed(leaves, impl, cu_seqlens.to(device))
     grad = incoming(output, dtype or output.dtype)
     results = output, *torch.autograd.grad(output, list(leaves.values()), grad)
     return {name: x.detach().cpu().double() for name, x in zip(["output", *inputs], results, strict=True)}
 
 
-def assert_right(inputs: Inputs, mask: Tensor | None = None, ends: Tensor | None = None) -> dict[str, Tensor]:
-    """What the kernels give, if it is right."""
-    exact = run({name: x.double() for name, x in inputs.items()}, "reference", mask, inputs["query"].dtype, ends)
+def assert_right(inputs: Inputs, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
+    """Compare the kernels with the reference in float64 and return what the kernels computed."""
+    exact = run({name: x.double() for name, x in inputs.items()}, "reference", mask, inputs["query"].dtype, cu_seqlens)
     leaves, size = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}, SIZE_OF_OUTPUT
-    output = size(leaves, mask) if ends is None else one_by_one(size, leaves, ends)
-    return assert_rounded(run(inputs, "triton", mask, ends=ends), exact, sizes_of_terms(output, leaves), inputs)
+    output = size(leaves, mask) if cu_seqlens is None else one_by_one(size, leaves, cu_seqlens)
+    return assert_rounded(
+        run(inputs, "triton", mask, cu_seqlens=cu_seqlens), exact, sizes_of_terms(output, leaves), inputs
+    )
 
 
 @settings(max_examples=8)
@@ -135,7 +145,7 @@ def test_every_precision(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_products_in_tf32_where_the_user_allows_them() -> None:
-    """Of float32: they cost eleven bits, and are not used otherwise (`assert_right` would see it)."""
+    """Float32 products then have eleven bits. They are exact otherwise, which `assert_right` checks."""
     inputs = numbers(CASE)
     torch.set_float32_matmul_precision("high")
     try:
@@ -147,16 +157,16 @@ def test_products_in_tf32_where_the_user_allows_them() -> None:
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_the_tiles_in_use(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of the other tests."""
-    monkeypatch.setattr(kernels, "tile", tiles_in_use)
+def test_default_tiles(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests use smaller tiles."""
+    monkeypatch.setattr(kernels, "tile", default_tile)
     case = replace(CASE, B=1, H=1, Nq=70, Nk=70, D=width, Dv=width)
     assert_right(numbers(case, torch.bfloat16))
 
 
 @pytest.mark.parametrize("programs", [1, 10**6])
 def test_splits_are_joined(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One split, whose sums are the state; and one for every tile, with exponents that differ from split to split."""
+    """One split, and one for every tile, with exponents that differ between splits."""
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
     inputs = numbers(CASE)
     inputs["key"] -= torch.linspace(0, 200, CASE.Nk)[:, None]
@@ -169,7 +179,7 @@ def test_the_number_of_splits() -> None:
     assert kernels.split(53, 16, 1, False) == (4, 1)
     assert kernels.split(53, 16, 100, False) == (1, 4)
     assert kernels.split(16 * 9, 16, 1, False) == (3, 3)  # no split is left without a tile
-    assert kernels.split(53, 16, 4, True) == (4, 1)  # sequences that are packed are shorter than the longest
+    assert kernels.split(53, 16, 4, True) == (4, 1)  # packed sequences are shorter than the longest one
 
 
 BATCH = replace(CASE, B=2, H=1, prior="position")
@@ -194,7 +204,7 @@ def test_masks(variant: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_hidden_keys_hold_does_not_matter(variant: str) -> None:
+def test_masked_keys_are_not_read(variant: str) -> None:
     inputs, mask, results = numbers(replace(BATCH, variant=variant)), MASKS["holes"] & MASKS["padding"], []
     for content in (0.0, torch.nan):
         changed = {name: inputs[name].clone() for name in ("key", "value")}
@@ -212,8 +222,8 @@ def test_every_range_of_numbers(scale: float, variant: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_features_that_no_key_has(dtype: torch.dtype) -> None:
-    """Entries of -1e4, of all keys in one feature, of one head in all: exp(-1e4) is zero, and yet they are compared."""
+def test_features_that_are_zero_for_all_keys(dtype: torch.dtype) -> None:
+    """Entries of -1e4 in one feature of all keys, and in all of one head: exp(-1e4) is zero, but their ratios count."""
     inputs = numbers(replace(CASE, variant="mgk"), dtype)
     inputs["key"][:, 0, ..., 3] = -1e4
     inputs["key"][:, 1] -= 1e4
@@ -223,7 +233,7 @@ def test_features_that_no_key_has(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_priors_of_any_size(variant: str) -> None:
-    """From e^-400 to e^400; and none at all, of a component, of a position, of a head."""
+    """From e^-400 to e^400, and zero for a component, a position or a head."""
     inputs = numbers(replace(CASE, variant=variant, prior="position"))
     inputs["log_prior"] += torch.linspace(-400, 400, CASE.Nk)
     assert_right(inputs)
@@ -236,13 +246,13 @@ def test_priors_of_any_size(variant: str) -> None:
 
 @pytest.mark.parametrize("sizes", [{"Nq": 0}, {"Nk": 0}, {"Nq": 0, "Nk": 0}, {"B": 0}, {"Dv": 0}], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_to_read_is_zero_and_has_gradients_of_zero(variant: str, sizes: dict[str, int]) -> None:
+def test_empty_inputs_give_zeros_and_zero_gradients(variant: str, sizes: dict[str, int]) -> None:
     case = replace(CASE, variant=variant, prior="position", **sizes)  # type: ignore[arg-type]
     for name, tensor in run(numbers(case), "triton", torch.ones(case.B, case.Nk, dtype=torch.bool)).items():
         assert (tensor == 0).all(), name
 
 
-def test_a_query_that_is_not_a_number_shows() -> None:
+def test_nan_in_a_query_reaches_the_output() -> None:
     inputs = numbers(CASE, torch.bfloat16)
     inputs["query"][0, 0, 5, 2] = torch.nan
     output = run(inputs, "triton")["output"]
@@ -251,7 +261,7 @@ def test_a_query_that_is_not_a_number_shows() -> None:
 
 
 def test_strided_inputs_keep_their_layout() -> None:
-    """(B,N,H,D) in memory, as projections leave it: no copy before, none after."""
+    """(B,N,H,D) in memory, as projections write it: nothing is copied."""
     query, key, value = torch.randn(3, 2, 33, 2, 16).transpose(2, 3).to(DEVICE).unbind(0)
     results = []
     for inputs in ((query, key, value), tuple(x.contiguous() for x in (query, key, value))):
@@ -264,7 +274,7 @@ def test_strided_inputs_keep_their_layout() -> None:
     assert torch.equal(linear_attention(columns, key, value, impl="triton"), results[0][0])
 
 
-def test_the_same_bits_every_time() -> None:
+def test_results_are_deterministic() -> None:
     inputs = numbers(replace(BATCH, variant="mgk"), torch.bfloat16)
     one, other = (run(inputs, "triton", MASKS["holes"]) for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -282,13 +292,13 @@ def test_linear_attention_is_one_component() -> None:
 
 
 def packed(case: Case, dtype: torch.dtype, lengths: tuple[int, ...], spare: int) -> tuple[Inputs, Tensor]:
-    """Sequences one after the other, and spare rows that are not numbers; a prior per position has LONGEST or more."""
-    rows, ends = sum(lengths) + spare, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    inputs = numbers(replace(case, B=1, Nq=rows, Nk=max(rows, LONGEST)), dtype)
+    """Return sequences followed by `spare` rows of NaN, and cu_seqlens; priors have at least MAX_SEQLEN positions."""
+    rows, cu_seqlens = sum(lengths) + spare, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    inputs = numbers(replace(case, B=1, Nq=rows, Nk=max(rows, MAX_SEQLEN)), dtype)
     for name in ("query", "key", "value"):
         inputs[name] = inputs[name][..., :rows, :]
         inputs[name][..., sum(lengths) :, :] = torch.nan
-    return inputs, ends
+    return inputs, cu_seqlens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -298,34 +308,34 @@ def packed(case: Case, dtype: torch.dtype, lengths: tuple[int, ...], spare: int)
     ids=["linear", "projected", "shifted", "shifted, position"],
 )
 def test_packed_rows(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third sequence has three tiles in two splits, one of which is all that the others have."""
+    """The third sequence has three tiles in two splits; the others have one tile at most."""
     monkeypatch.setattr(kernels, "PROGRAMS", 16)
-    inputs, ends = packed(case, dtype, (5, 0, 37, 1), spare=3)
-    got = assert_right(inputs, ends=ends)
+    inputs, cu_seqlens = packed(case, dtype, (5, 0, 37, 1), spare=3)
+    got = assert_right(inputs, cu_seqlens=cu_seqlens)
     assert not any(got[name][..., 43:, :].any() for name in ("output", "query", "key", "value"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_rows_without_spare_ones(variant: str) -> None:
-    inputs, ends = packed(replace(CASE, variant=variant), torch.float32, (17, LONGEST), spare=0)
-    assert_right(inputs, ends=ends)
+    inputs, cu_seqlens = packed(replace(CASE, variant=variant), torch.float32, (17, MAX_SEQLEN), spare=0)
+    assert_right(inputs, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize(("lengths", "spare"), [((0, 0), 3), ((0, 0), 0), ((), 3)])
 def test_packed_rows_of_no_sequence_are_zero(lengths: tuple[int, ...], spare: int) -> None:
-    inputs, ends = packed(replace(CASE, prior="position"), torch.float32, lengths, spare)
-    for name, tensor in run(inputs, "triton", ends=ends).items():
+    inputs, cu_seqlens = packed(replace(CASE, prior="position"), torch.float32, lengths, spare)
+    for name, tensor in run(inputs, "triton", cu_seqlens=cu_seqlens).items():
         assert (tensor == 0).all(), name
 
 
-def test_packed_rows_stay_where_they_are() -> None:
-    """Queries, keys and values beside each other, as one projection leaves them: no copy before, none after."""
-    rows, ends = torch.randn(40, 3, 2, 16, device=DEVICE), ENDS[0].to(DEVICE)
+def test_packed_rows_are_not_copied() -> None:
+    """Queries, keys and values side by side, as one projection writes them: nothing is copied."""
+    rows, cu_seqlens = torch.randn(40, 3, 2, 16, device=DEVICE), CU_SEQLENS[0].to(DEVICE)
     views, results = rows.permute(1, 2, 0, 3)[:, None].unbind(0), []  # (1,H,T,D)
     for inputs in (views, [x.contiguous() for x in views]):
         leaves = [x.detach().requires_grad_() for x in inputs]
         query, key, value = leaves
-        output = kernels.linear_attention(query, key[:, :, None], None, value, None, None, ends, 21)
+        output = kernels.linear_attention(query, key[:, :, None], None, value, None, None, cu_seqlens, 21)
         results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
     assert all(x.transpose(1, 2).is_contiguous() for x in results[0])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
@@ -336,21 +346,21 @@ def test_packed_rows_stay_where_they_are() -> None:
 def test_operators_pass_opcheck(variant: str, is_packed: bool) -> None:
     inputs = leaves_of(replace(PACKED, variant=variant))
     mask = None if is_packed else torch.ones(1, 40, dtype=torch.bool, device=DEVICE)
-    ends = ENDS[0].to(DEVICE) if is_packed else None
-    arguments = *(inputs.get(name) for name in ("query", "key", "shift", "value", "log_prior")), mask, ends
+    cu_seqlens = CU_SEQLENS[0].to(DEVICE) if is_packed else None
+    arguments = *(inputs.get(name) for name in ("query", "key", "shift", "value", "log_prior")), mask, cu_seqlens
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(kernels.linear_forward.op, (*arguments, LONGEST), test_utils=tests)
-    output, state = kernels.linear_forward(*arguments, LONGEST)
+    torch.library.opcheck(kernels.linear_forward.op, (*arguments, MAX_SEQLEN), test_utils=tests)
+    output, state = kernels.linear_forward(*arguments, MAX_SEQLEN)
     detached = [None if x is None else x.detach() for x in (output, *arguments, state)]
-    torch.library.opcheck(kernels.linear_backward.op, (*detached, LONGEST), test_utils=tests)
+    torch.library.opcheck(kernels.linear_backward.op, (*detached, MAX_SEQLEN), test_utils=tests)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler of PyTorch loads torch.jit on a GPU
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile loads torch.jit on a GPU
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
 def test_compiles_as_one_graph(is_packed: bool) -> None:
     torch.compiler.reset()
     plain: Callable[..., Tensor] = attend_packed if is_packed else attend
-    inputs, places = (leaves_of(PACKED), ENDS[0]) if is_packed else (leaves_of(BATCH), MASKS["padding"])
+    inputs, places = (leaves_of(PACKED), CU_SEQLENS[0]) if is_packed else (leaves_of(BATCH), MASKS["padding"])
     results = []
     for function in (torch.compile(plain, fullgraph=True, backend="aot_eager"), plain):
         output = function(inputs, "triton", places.to(DEVICE))
@@ -387,27 +397,27 @@ def test_flops_are_those_of_the_formula(variant: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
-def test_a_graph_captures_it(is_packed: bool) -> None:
-    """And takes the lengths of whatever it is replayed with."""
+def test_a_cuda_graph_captures_it(is_packed: bool) -> None:
+    """A replay uses the lengths and masks that its tensors hold then."""
     inputs = leaves_of(PACKED if is_packed else BATCH, torch.bfloat16)
-    places, others = (x.to(DEVICE) for x in (ENDS if is_packed else (MASKS["padding"], MASKS["left"])))
+    places, others = (x.to(DEVICE) for x in (CU_SEQLENS if is_packed else (MASKS["padding"], MASKS["left"])))
 
     def step() -> list[Tensor]:
         output = attend_packed(inputs, "triton", places) if is_packed else attend(inputs, "auto", places)
         grads = torch.autograd.grad(output.float().square().sum(), list(inputs.values()))
-        return [output.detach(), *grads]  # the graph of autograd belongs to a stream, and goes with it
+        return [output.detach(), *grads]  # autograd's graph belongs to a stream and must not outlive it
 
     assert_graph_follows(step, lambda: places.copy_(others))
 
 
 class FakeCuda:
-    """What the choice of an implementation looks at of a tensor on CUDA."""
+    """The attributes of a CUDA tensor that decide which implementation is used."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device, self.dtype, self.shape = torch.device("cuda"), tensor.dtype, tensor.shape
 
 
-def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = {name: tensor.detach() for name, tensor in leaves_of(PLAIN).items()}
     wide = torch.randn(1, 1, 1, 2, 129, device=DEVICE)
     with pytest.raises(ValueError, match=r"'triton' needs head widths D and Dv up to 128.*, got 129 and 129"):
@@ -424,7 +434,7 @@ def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         attend({name: tensor.cpu() for name, tensor in inputs.items()}, "triton")
 
 
-def test_auto_takes_the_kernels_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_kernels_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = numbers(PLAIN)
     on_gpu: Any = FakeCuda(inputs["query"])
     monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)

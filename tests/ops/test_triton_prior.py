@@ -1,4 +1,4 @@
-"""The M-step for the prior as a kernel. Without a GPU, through Triton's interpreter."""
+"""The kernel for the M-step of the prior, in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_equals_the_formula(case: Case, query_mask: bool) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_not_rounded_again(dtype: torch.dtype, variant: str, variance: str | None) -> None:
-    """The products of two half-precision numbers are exact in float32: nothing is lost but what float32 loses."""
+    """Products of two half-precision numbers are exact in float32, so only float32 rounding remains."""
     case = replace(SHAPE, variant=variant, variance=variance, is_causal=True, masked=True)
     check(case, numbers(case, dtype))
 
@@ -97,7 +97,7 @@ def test_large_numbers_cost_no_more_than_in_eager_float32(
 @pytest.mark.parametrize("components", [2, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_removed_components_have_no_share(variant: str, components: int) -> None:
-    """One of them, the first or the last, or all: then nobody has one, and the queries are counted all the same."""
+    """The first, the last, or all components; the queries are counted in any case."""
     case = replace(SHAPE, variant=variant, M=components)
     inputs = numbers(case)
     inputs["log_prior"][:, 0, ::3] = -torch.inf
@@ -111,7 +111,7 @@ def test_removed_components_have_no_share(variant: str, components: int) -> None
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_small_shares_are_not_what_the_large_ones_leave(variant: str) -> None:
+def test_small_shares_keep_their_relative_precision(variant: str) -> None:
     """A component of prior e^-60 keeps a relative error of float32, though 1 minus the other's share would be 0."""
     case = replace(SHAPE, variant=variant, prior="head")
     inputs = numbers(case)
@@ -122,7 +122,7 @@ def test_small_shares_are_not_what_the_large_ones_leave(variant: str) -> None:
 
 @pytest.mark.parametrize("variance", [None, "tensor"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_masked_is_not_read(variant: str, variance: str | None) -> None:
+def test_masked_queries_and_keys_are_not_read(variant: str, variance: str | None) -> None:
     """Padding may hold NaN."""
     case = replace(SHAPE, variant=variant, variance=variance, is_causal=True, masked=True)
     inputs, real, mask = numbers(case), real_queries(case), case.key_mask()
@@ -137,7 +137,7 @@ def test_what_is_masked_is_not_read(variant: str, variance: str | None) -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_padding_at_the_end_and_empty_batches(is_causal: bool) -> None:
-    """Whole blocks of queries and keys that are not there; one batch entry has none at all."""
+    """Full blocks of masked queries; one batch entry has no query at all."""
     case = replace(SHAPE, is_causal=is_causal)
     inputs = numbers(case)
     queries = torch.arange(case.Nq) < torch.tensor([[20], [0]])
@@ -155,14 +155,14 @@ def test_empty_inputs(batch: int, queries: int, keys: int) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_strides(variant: str) -> None:
-    """Laid out as (B,N,H,D) inside of longer memory, and even with the width first."""
+    """Slices of longer tensors with layout (B,N,H,D), and tensors whose last dimension is not contiguous."""
     case = replace(SHAPE, variant=variant)
     inputs = numbers(case)
     views, turned = dict(inputs), {**inputs, "query": inputs["query"].mT.contiguous().mT}
     turned["key"] = inputs["key"].mT.contiguous().mT
     for name in ("query", "key"):
-        room = torch.full_like(inputs[name], torch.nan).repeat_interleave(2, -2).transpose(1, -2).contiguous()
-        views[name] = room.transpose(1, -2)[..., : inputs[name].shape[-2], :]
+        memory = torch.full_like(inputs[name], torch.nan).repeat_interleave(2, -2).transpose(1, -2).contiguous()
+        views[name] = memory.transpose(1, -2)[..., : inputs[name].shape[-2], :]
         views[name].copy_(inputs[name])
     check(case, views)
     check(case, turned)

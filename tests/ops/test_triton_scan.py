@@ -1,4 +1,4 @@
-"""Causal linear attention as kernels, against the reference in float64. Without a GPU, through Triton's interpreter.
+"""Causal linear-attention kernels against the reference in float64, in Triton's interpreter if there is no GPU.
 
 B batch, H heads, M components, N positions, D width of a head, Dv width of a value.
 """
@@ -34,21 +34,21 @@ from tests.ops.triton_env import DEVICE, assert_graph_follows, strict_memory
 # isort: split
 from mgk.ops.triton import scan as kernels
 
-# A query that sees no key divides by zero before it gets zeros; numpy, which the interpreter computes with, says so.
+# A query without visible keys divides by zero before it gets zeros; numpy, used by the interpreter, warns about it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 N = 37  # two tiles and five positions
-CASE = Case(B=1, H=2, M=2, Nq=N, Nk=N, D=20, Dv=12, prior="head", seed=3)  # of "smgk": shifted keys; "mgk": projected
+CASE = Case(B=1, H=2, M=2, Nq=N, Nk=N, D=20, Dv=12, prior="head", seed=3)  # "smgk": shifted keys, "mgk": projected keys
 PLAIN = replace(CASE, variant="mgk", M=1, prior=None)
 BATCH = replace(CASE, B=2, H=1, prior="position")
-NO_ROOM = -100  # bits: every tile goes the slow road
+NO_HEADROOM = -100  # bits: every tile takes the fallback path
 
-tiles_in_use = kernels.tile
+default_tile = kernels.tile
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    """Small inputs have several tiles; fresh memory is NaN."""
+    """Make small inputs span several tiles, and fill fresh memory with NaN."""
     with pytest.MonkeyPatch.context() as patch, strict_memory():
         patch.setattr(kernels, "tile", lambda *_: SMALL_TILE)
         yield
@@ -60,7 +60,7 @@ def attend(inputs: Inputs, impl: str, key_mask: Tensor | None = None, **options:
 
 
 def run(inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Output and gradients, on the CPU in float64."""
+    """Return output and gradients, on the CPU in float64."""
     device = DEVICE if impl == "triton" else "cpu"
     leaves = {name: tensor.detach().to(device).requires_grad_() for name, tensor in inputs.items()}
     output = attend(leaves, impl, None if mask is None else mask.to(device))
@@ -69,7 +69,7 @@ def run(inputs: Inputs, impl: str, mask: Tensor | None = None, dtype: torch.dtyp
 
 
 def assert_right(inputs: Inputs, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """What the kernels give, if it is right."""
+    """Compare the kernels with the reference in float64 and return what the kernels computed."""
     exact = run({name: x.double() for name, x in inputs.items()}, "reference", mask, inputs["query"].dtype)
     leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
     sizes = sizes_of_terms(size_of_output(leaves, mask, is_causal=True), leaves)
@@ -93,7 +93,7 @@ def test_every_precision(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_products_in_tf32_where_the_user_allows_them() -> None:
-    """Of float32: they cost eleven bits, and are not used otherwise (`assert_right` would see it)."""
+    """Float32 products then have eleven bits. They are exact otherwise, which `assert_right` checks."""
     inputs = numbers(CASE)
     torch.set_float32_matmul_precision("high")
     try:
@@ -105,9 +105,9 @@ def test_products_in_tf32_where_the_user_allows_them() -> None:
 
 
 @pytest.mark.parametrize("width", [16, 64, 128])
-def test_the_tiles_in_use(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of the other tests."""
-    monkeypatch.setattr(kernels, "tile", tiles_in_use)
+def test_default_tiles(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests use smaller tiles."""
+    monkeypatch.setattr(kernels, "tile", default_tile)
     assert_right(numbers(replace(CASE, H=1, Nq=70, Nk=70, D=width, Dv=width), torch.bfloat16))
 
 
@@ -121,16 +121,16 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    ("variant", "mask", "room"),
+    ("variant", "mask", "headroom"),
     [
-        *(("smgk", mask, kernels.ROOM) for mask in MASKS),
-        ("mgk", "everything", kernels.ROOM),
-        ("mgk", "left", NO_ROOM),
-        ("smgk", "holes", NO_ROOM),
+        *(("smgk", mask, kernels.HEADROOM) for mask in MASKS),
+        ("mgk", "everything", kernels.HEADROOM),
+        ("mgk", "left", NO_HEADROOM),
+        ("smgk", "holes", NO_HEADROOM),
     ],
 )
-def test_masks(variant: str, mask: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ROOM", room)
+def test_masks(variant: str, mask: str, headroom: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "HEADROOM", headroom)
     got, hidden = assert_right(numbers(replace(BATCH, variant=variant)), MASKS[mask]), ~MASKS[mask]
     assert not got["key"].movedim(-2, 1)[hidden].any()
     assert not got["value"].movedim(-2, 1)[hidden].any()
@@ -139,9 +139,11 @@ def test_masks(variant: str, mask: str, room: int, monkeypatch: pytest.MonkeyPat
     assert not got["query"].movedim(-2, 1)[blind].any()
 
 
-@pytest.mark.parametrize(("variant", "room"), [("mgk", kernels.ROOM), ("smgk", kernels.ROOM), ("mgk", NO_ROOM)])
-def test_what_hidden_keys_hold_does_not_matter(variant: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ROOM", room)
+@pytest.mark.parametrize(
+    ("variant", "headroom"), [("mgk", kernels.HEADROOM), ("smgk", kernels.HEADROOM), ("mgk", NO_HEADROOM)]
+)
+def test_masked_keys_are_not_read(variant: str, headroom: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "HEADROOM", headroom)
     inputs, mask, results = numbers(replace(BATCH, variant=variant)), MASKS["holes"] & MASKS["padding"], []
     for content in (0.0, torch.nan):
         changed = {name: inputs[name].clone() for name in ("key", "value")}
@@ -158,9 +160,9 @@ def test_what_hidden_keys_hold_does_not_matter(variant: str, room: int, monkeypa
     [replace(PLAIN, H=1), replace(CASE, variant="mgk", H=1, M=3, prior="position", Nq=20, Nk=20), replace(CASE, H=1)],
     ids=["linear", "projected", "shifted"],
 )
-def test_the_slow_road(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which numbers like these do not need."""
-    monkeypatch.setattr(kernels, "ROOM", NO_ROOM)
+def test_the_fallback_path(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced, for numbers that do not need it."""
+    monkeypatch.setattr(kernels, "HEADROOM", NO_HEADROOM)
     assert_right(numbers(case, dtype))
 
 
@@ -175,14 +177,14 @@ CHANGES = {
     "falling": torch.linspace(0, -900, N),
     "late": torch.tensor([-1e3] * 24 + [0.0] * (N - 24)),  # in the middle of a tile
     "in turn": torch.tensor([-1e3, 0.0, -50.0, 1e4]).repeat(10)[:N],
-    "a little": torch.linspace(-45, 0, 16).repeat(3)[:N],  # near the limit of the room, on both sides of it
+    "a little": torch.linspace(-45, 0, 16).repeat(3)[:N],  # near the limit, on both sides of it
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("variant", "dtype"), [("mgk", torch.bfloat16), ("smgk", torch.float32)])
 def test_keys_that_change_within_a_tile(variant: str, dtype: torch.dtype, change: str) -> None:
-    """A query sees nothing but what is nothing to the next one."""
+    """What a query sees may be negligible for the next query."""
     inputs = numbers(replace(CASE, variant=variant, H=1), dtype)
     inputs["key"] += CHANGES[change][:, None].to(dtype)
     assert_right(inputs)
@@ -197,8 +199,8 @@ def test_queries_that_change(size: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_features_that_no_key_has(dtype: torch.dtype) -> None:
-    """Entries of -1e4, of all keys in one feature, of one head in all: exp(-1e4) is zero, and yet they are compared."""
+def test_features_that_are_zero_for_all_keys(dtype: torch.dtype) -> None:
+    """Entries of -1e4 in one feature of all keys, and in all of one head: exp(-1e4) is zero, but their ratios count."""
     inputs = numbers(replace(CASE, variant="mgk"), dtype)
     inputs["key"][:, 0, ..., 3] = -1e4
     inputs["key"][:, 1] -= 1e4
@@ -208,7 +210,7 @@ def test_features_that_no_key_has(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_priors_of_any_size(variant: str) -> None:
-    """From e^-400 to e^400; and none at all, of a component, of a position, of a head."""
+    """From e^-400 to e^400, and zero for a component, a position or a head."""
     inputs = numbers(replace(CASE, variant=variant, prior="position"))
     inputs["log_prior"] += torch.linspace(-400, 400, N)
     assert_right(inputs)
@@ -223,7 +225,7 @@ def test_priors_of_any_size(variant: str) -> None:
 
 @pytest.mark.parametrize("sizes", [{"Nq": 0, "Nk": 0}, {"B": 0}, {"Dv": 0}], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_to_read_is_zero_and_has_gradients_of_zero(variant: str, sizes: dict[str, int]) -> None:
+def test_empty_inputs_give_zeros_and_zero_gradients(variant: str, sizes: dict[str, int]) -> None:
     case = replace(CASE, variant=variant, prior="position", **sizes)  # type: ignore[arg-type]
     for name, tensor in run(numbers(case), "triton", torch.ones(case.B, case.Nk, dtype=torch.bool)).items():
         assert (tensor == 0).all(), name
@@ -236,7 +238,7 @@ def test_one_position_is_its_value() -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # numpy again
 @pytest.mark.parametrize("name", ["query", "key"])
-def test_what_is_not_a_number_shows_and_changes_nothing_before_it(name: str) -> None:
+def test_nan_reaches_the_output_but_no_earlier_position(name: str) -> None:
     inputs = numbers(CASE, torch.bfloat16)
     before = run(inputs, "triton")["output"]
     inputs[name][0, 0, 20, 2] = torch.nan
@@ -247,7 +249,7 @@ def test_what_is_not_a_number_shows_and_changes_nothing_before_it(name: str) -> 
 
 
 def test_strided_inputs_keep_their_layout() -> None:
-    """(B,N,H,D) in memory, as projections leave it: no copy before, none after."""
+    """(B,N,H,D) in memory, as projections write it: nothing is copied."""
     query, key, value = torch.randn(3, 2, 33, 2, 16).transpose(2, 3).to(DEVICE).unbind(0)
     results = []
     for inputs in ((query, key, value), tuple(x.contiguous() for x in (query, key, value))):
@@ -260,7 +262,7 @@ def test_strided_inputs_keep_their_layout() -> None:
     assert torch.equal(linear_attention(columns, key, value, is_causal=True, impl="triton"), results[0][0])
 
 
-def test_the_same_bits_every_time() -> None:
+def test_results_are_deterministic() -> None:
     inputs = numbers(replace(BATCH, variant="mgk"), torch.bfloat16)
     one, other = (run(inputs, "triton", MASKS["holes"]) for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -277,7 +279,7 @@ def test_operators_pass_opcheck(variant: str) -> None:
     torch.library.opcheck(kernels.scan_backward.op, tuple(detached), test_utils=tests)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler of PyTorch loads torch.jit on a GPU
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile loads torch.jit on a GPU
 def test_compiles_as_one_graph() -> None:
     torch.compiler.reset()
     inputs, results = leaves_of(BATCH), []
@@ -315,14 +317,14 @@ def test_flops_are_those_of_the_formula(variant: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_graph_captures_it() -> None:
-    """And takes the road that the numbers need which it is replayed with."""
+def test_a_cuda_graph_captures_it() -> None:
+    """A replay takes the path, fast or fallback, that its numbers need."""
     inputs, places = leaves_of(BATCH, torch.bfloat16), MASKS["padding"].to(DEVICE)
 
     def step() -> list[Tensor]:
         output = attend(inputs, "auto", places)
         grads = torch.autograd.grad(output.float().square().sum(), list(inputs.values()))
-        return [output.detach(), *grads]  # the graph of autograd belongs to a stream, and goes with it
+        return [output.detach(), *grads]  # autograd's graph belongs to a stream and must not outlive it
 
     def change() -> None:
         places.copy_(MASKS["left"])
@@ -332,7 +334,7 @@ def test_a_graph_captures_it() -> None:
     assert_graph_follows(step, change)
 
 
-def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "HAS_FLA", False)
     inputs = {name: tensor.detach() for name, tensor in leaves_of(PLAIN).items()}
     wide = torch.randn(1, 1, 1, 2, 129, device=DEVICE)
@@ -350,13 +352,13 @@ def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class FakeCuda:
-    """What the choice of an implementation looks at of a tensor on CUDA."""
+    """The attributes of a CUDA tensor that decide which implementation is used."""
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.device, self.dtype, self.shape = torch.device("cuda"), dtype, torch.Size(shape)
 
 
-def test_who_computes_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_implementation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def road(positions: int = 64, impl: str = "auto", phi: Any = elu, **options: Any) -> str | None:
         tensor: Any = FakeCuda(1, 1, positions, 8, **options)
         return linear._gpu_road(tensor, tensor, tensor, phi, True, impl)
@@ -373,7 +375,7 @@ def test_who_computes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     assert road(phi=None, dtype=exact, impl="triton") == "fla"
 
 
-def test_auto_takes_the_kernels_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_kernels_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = numbers(PLAIN)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "scan_attention", lambda *_: pytest.fail("on a CPU"))

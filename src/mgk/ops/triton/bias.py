@@ -1,8 +1,10 @@
-"""What depends on one position alone, in one small kernel, so that no pair pays for it. Logarithms are to the base 2.
+"""Small kernels for what depends on one position alone, so that it is not computed for every pair.
 
-Keys: log_w[j,r] = log prior[j,r] - |k_jr|^2 / (2 s2_r). For shifted keys also w = 2^log_w, and of the queries
-log_u[i,r] = q_i.b_r / s2 and rho = u_r / u_0. And the last query and key of each batch that takes part, so that padding
-is not walked over.
+For keys: log_w[j,r] = log prior[j,r] - |k_jr|^2 / (2 s2_r). For shifted keys also w = 2^log_w, and for queries
+log_u[i,r] = q_i.b_r / s2 and rho = u_r / u_0. Logarithms are to the base 2. `spans` finds the last unmasked query and
+key of each batch, so that the attention kernels skip padding.
+
+B batch, H heads, M components, Nq queries, Nk keys (Nq' and Nk' padded), D width of a head, G = B H.
 """
 
 from __future__ import annotations
@@ -15,72 +17,78 @@ from torch import Tensor
 from mgk.ops.dispatch import block_width
 from mgk.ops.triton.host import as_bytes
 from mgk.ops.triton.launch import launch
+from mgk.ops.triton.loads import constants, head_pointer, load_shift
 from mgk.ops.triton.primitives import FIELDS, LOG2E, NEVER, finite, load_tile, sequence
 
-# The light road multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-LIGHT_KEYS and every rho between
-# 2^-LIGHT_ROWS and 2^LIGHT_ROWS, a row's sum under a running maximum is at least 2^-100, and an exponential under a
-# fixed one at most 2^106: nothing that counts is lost, and nothing overflows.
+# The fast path multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-LIGHT_KEYS and every rho between
+# 2^-LIGHT_ROWS and 2^LIGHT_ROWS, a row's sum with a running maximum is at least 2^-100, and an exponential with a
+# fixed maximum at most 2^106: no significant term underflows, and none overflows.
 LIGHT_KEYS, LIGHT_ROWS = tl.constexpr(70.0), tl.constexpr(30.0)
 BLOCK = 64
 
 
 @triton.jit
 def key_weights(
-    p_k, SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, start, num_keys, positions, skm, skn, D: tl.constexpr,
-    BD: tl.constexpr, M: tl.constexpr, SHIFTED: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
-    POSITION_PRIOR: tl.constexpr, BN: tl.constexpr,
+    p_k, SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, start, num_keys, positions, stride_n, stride_m, D: tl.constexpr,
+    BD: tl.constexpr, M: tl.constexpr, PRIOR_AXES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """log_w as a tuple of M vectors."""
-    o_n, o_d = start + tl.arange(0, BN), tl.arange(0, BD)
-    b_k = load_tile(p_k, start, num_keys, skn, BN, D, BD, True).to(tl.float32)  # [BN, BD]
+    """Return log_w of a block of keys as a tuple of M vectors."""
+    o_n = start + tl.arange(0, BN)
+    b_k = load_tile(p_k, start, num_keys, stride_n, BN, D, BD, True).to(tl.float32)  # [BN, BD]
     log_w = ()
     for r in tl.static_range(M):
-        if SHIFTED:
-            b_kr = b_k + tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+        if SHIFT is not None:
+            b_kr = b_k + load_shift(SHIFT, i_h * M + r, D, BD)[None, :]
         else:
-            b_kr = load_tile(p_k + r * skm, start, num_keys, skn, BN, D, BD, True).to(tl.float32)
+            b_kr = load_tile(p_k + r * stride_m, start, num_keys, stride_n, BN, D, BD, True).to(tl.float32)
         inverse = inverse_variance
-        if VARIANCES:
+        if VARIANCE is not None:
             inverse = 1.0 / tl.load(VARIANCE + i_h * M + r)
         bias = tl.sum(b_kr * b_kr, 1) * -0.5 * inverse
-        if HEAD_PRIOR:
+        if PRIOR_AXES == 2:
             bias += tl.load(PRIOR + i_h * M + r).to(tl.float32)
-        if POSITION_PRIOR:
+        if PRIOR_AXES == 3:
             bias += tl.load(PRIOR + (i_h * M + r) * positions + o_n, mask=o_n < num_keys, other=0.0).to(tl.float32)
         log_w = log_w + (bias * LOG2E,)
     return log_w
 
 
 @triton.jit
-def bias_kernel(
-    K, PRIOR, VARIANCE, MASK, SPAN, KEYS, NARROW_KEYS, FAR_HEADS, inverse_variance, skb, skh, skm, skn, H, num_keys,
-    padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, VARIANCES: tl.constexpr, HEAD_PRIOR: tl.constexpr,
-    POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, NARROW: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """KEYS (G, M, Nk') takes log_w, -inf where a key takes no part; NARROW_KEYS (G, M, Nk') the w in bfloat16.
+def visible_keys(MASK, i_b, o_n, num_keys, MASKED: tl.constexpr):
+    """Return which of the keys `o_n` exist and are not masked."""
+    visible = o_n < num_keys
+    if MASKED:
+        visible = visible & (tl.load(MASK + i_b * num_keys + o_n, mask=visible, other=0) != 0)
+    return visible
 
-    FAR_HEADS (G,2), zeros before, takes a 1 in its first column where a w reaches beyond what may be multiplied with
-    exponentials. The second column is for misfits of the forward pass. SPAN is there where rows are packed.
+
+@triton.jit
+def bias_kernel(
+    K, PRIOR, VARIANCE, MASK, SPAN, KEYS, NARROW_KEYS, FAR_HEADS, inverse_variance, sk, H, num_keys, padded_keys,
+    S: tl.constexpr,
+):  # fmt: skip
+    """Store log_w, -inf for masked keys, in KEYS (G,M,Nk') and w in bfloat16 in NARROW_KEYS (G,M,Nk').
+
+    FAR_HEADS (G,2), zero before, gets a 1 in its first column for a head with a w that is out of range for the fast
+    path. The forward pass writes the second column. SPAN is passed for packed rows alone.
     """
-    blocks = tl.cdiv(padded_keys, BN)
+    blocks = tl.cdiv(padded_keys, S.BN)
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h, o_n = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_n * BN + tl.arange(0, BN)
+    i_b, i_h, o_n = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_n * S.BN + tl.arange(0, S.BN)
     positions = num_keys
     origin, _, num_keys = sequence(SPAN, i_b, num_keys, num_keys, SPAN is not None)
     log_w = key_weights(
-        K + origin * skb + i_h * skh, None, PRIOR, VARIANCE, inverse_variance, i_h, i_n * BN, num_keys, positions, skm,
-        skn, D, BD, M, False, VARIANCES, HEAD_PRIOR, POSITION_PRIOR, BN,
+        head_pointer(K, sk, origin, i_h), None, PRIOR, VARIANCE, inverse_variance, i_h, i_n * S.BN, num_keys, positions,
+        sk[2], sk[3], S.D, S.BD, S.M, S.PRIOR_AXES, S.BN,
     )  # fmt: skip
-    taken = o_n < num_keys
-    if MASKED:
-        taken = taken & (tl.load(MASK + i_b * num_keys + o_n, mask=taken, other=0) != 0)
-    for r in tl.static_range(M):
-        p_keys = KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n
-        tl.store(p_keys, tl.where(taken, log_w[r], NEVER), mask=o_n < padded_keys)
-        if NARROW:
-            w = tl.where(taken, tl.exp2(log_w[r]), 0.0).to(tl.bfloat16)
-            tl.store(NARROW_KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w, mask=o_n < padded_keys)
-            if tl.max(tl.where(taken, tl.maximum(log_w[r] - 4.0, -LIGHT_KEYS - log_w[r]), -1.0), 0) > 0:
+    visible = visible_keys(MASK, i_b, o_n, num_keys, MASK is not None)
+    for r in tl.static_range(S.M):
+        o_keys = (i_bh.to(tl.int64) * S.M + r) * padded_keys + o_n
+        tl.store(KEYS + o_keys, tl.where(visible, log_w[r], NEVER), mask=o_n < padded_keys)
+        if S.NARROW:
+            w = tl.where(visible, tl.exp2(log_w[r]), 0.0).to(tl.bfloat16)
+            tl.store(NARROW_KEYS + o_keys, w, mask=o_n < padded_keys)
+            if tl.max(tl.where(visible, tl.maximum(log_w[r] - 4.0, -LIGHT_KEYS - log_w[r]), -1.0), 0) > 0:
                 tl.store(FAR_HEADS + 2 * i_bh, 1.0)
 
 
@@ -91,36 +99,34 @@ def shifted_bias_block(
     M: tl.constexpr, HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
     NARROW: tl.constexpr, BN: tl.constexpr, SPAN=None,
 ):  # fmt: skip
-    """A block of keys, or after these of queries."""
+    """Do the work of `shifted_bias_kernel` for one block of keys or, from `key_blocks` on, of queries."""
     key_blocks, positions = padded_keys // BN, num_keys
-    i_b, i_h, o_d = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), tl.arange(0, BD)
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, SPAN is not None)
     if i_block < key_blocks:
         o_n = i_block * BN + tl.arange(0, BN)
         log_w = key_weights(
             K + origin * skb + i_h * skh, SHIFT, PRIOR, None, inverse_variance, i_h, i_block * BN, num_keys, positions,
-            0, skn, D, BD, M, True, False, HEAD_PRIOR, POSITION_PRIOR, BN,
+            skn, 0, D, BD, M, 2 if HEAD_PRIOR else 3 if POSITION_PRIOR else 0, BN,
         )  # fmt: skip
         top = 0.0
-        if HEAD_PRIOR:  # a factor common to the whole head cancels; this one puts the largest weight near 1
+        if HEAD_PRIOR:  # a factor of the full head cancels; this one puts the largest weight near 1
             top = tl.load(PRIOR + i_h * M).to(tl.float32)
             for r in tl.static_range(1, M):
                 top = tl.maximum(top, tl.load(PRIOR + i_h * M + r).to(tl.float32))
             top = finite(top) * LOG2E
-        taken = o_n < num_keys
-        if MASKED:
-            taken = taken & (tl.load(MASK + i_b * num_keys + o_n, mask=taken, other=0) != 0)
+        visible = visible_keys(MASK, i_b, o_n, num_keys, MASKED)
         p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys + o_n
-        tl.store(p_keys, tl.where(taken, 0.0, NEVER))
+        tl.store(p_keys, tl.where(visible, 0.0, NEVER))
         largest = log_w[0] - top
         for r in tl.static_range(M):
             largest = tl.maximum(largest, log_w[r] - top)
-            w = tl.where(taken, tl.exp2(log_w[r] - top), 0.0)
+            w = tl.where(visible, tl.exp2(log_w[r] - top), 0.0)
             tl.store(p_keys + (1 + r) * padded_keys, w)
             if NARROW:
                 tl.store(NARROW_KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w.to(tl.bfloat16))
-            tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(taken, log_w[r] - top, NEVER))
-        beyond = tl.where(taken, tl.maximum(largest - 4.0, -LIGHT_KEYS - largest), -1.0)
+            tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(visible, log_w[r] - top, NEVER))
+        beyond = tl.where(visible, tl.maximum(largest - 4.0, -LIGHT_KEYS - largest), -1.0)
         if tl.max(beyond, 0) > 0:
             tl.store(FAR_HEADS + 2 * i_bh, 1.0)
     else:
@@ -132,8 +138,7 @@ def shifted_bias_block(
         first = tl.zeros([BN], tl.float32)
         beyond = tl.full([BN], -1.0, tl.float32)
         for r in tl.static_range(M):
-            b_b = tl.load(SHIFT + (i_h * M + r) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-            log_u = tl.sum(b_q * b_b[None, :], 1) * (inverse_variance * LOG2E)
+            log_u = tl.sum(b_q * load_shift(SHIFT, i_h * M + r, D, BD)[None, :], 1) * (inverse_variance * LOG2E)
             if r == 0:
                 first = log_u
                 bound = tl.sum(b_q * b_q, 1) * (0.5 * inverse_variance * LOG2E) - log_u
@@ -148,43 +153,48 @@ def shifted_bias_block(
 
 @triton.jit
 def shifted_bias_kernel(
-    Q, K, SHIFT, PRIOR, MASK, SPAN, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb,
-    skh, skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
-    HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
-    NARROW: tl.constexpr, BN: tl.constexpr,
+    Q, K, SHIFT, PRIOR, MASK, SPAN, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sq, sk, H,
+    num_queries, num_keys, padded_queries, padded_keys, S: tl.constexpr,
 ):  # fmt: skip
-    """KEYS (G, 1+2M, Nk'): 0 or -inf (hidden), the w, the log_w. NARROW_KEYS (G, M, Nk'): the w in bfloat16. ROWS
-    (G, 1+2M, Nq'): the bound, rho, log_u.
+    """Store what shifted.py needs for each key and query.
 
-    FAR_HEADS (G,2), zeros before, takes a 1 in its first column where a head's numbers reach beyond what the light road
-    can hold; the second is for misfits of the forward pass. `highest` is the largest exponent a factor may have.
-    SPAN is there where rows are packed.
+    KEYS (G,1+2M,Nk'): 0 or -inf (masked), w, log_w. NARROW_KEYS (G,M,Nk'): w in bfloat16. ROWS (G,1+2M,Nq'): an upper
+    bound of the row's logits, rho, log_u. FAR_HEADS is as in `bias_kernel`; `highest` is the largest exponent of a rho.
+    SPAN is passed for packed rows alone.
     """
-    blocks = (padded_keys + padded_queries) // BN
+    blocks = (padded_keys + padded_queries) // S.BN
     shifted_bias_block(
         tl.program_id(0) % blocks, tl.program_id(0) // blocks, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS,
-        FAR_HEADS, inverse_variance, highest, sqb, sqh, sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries,
-        padded_keys, D, BD, M, HEAD_PRIOR, POSITION_PRIOR, MASKED, HARD, NARROW, BN, SPAN,
+        FAR_HEADS, inverse_variance, highest, sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], H, num_queries, num_keys,
+        padded_queries, padded_keys, S.D, S.BD, S.M, S.PRIOR_AXES == 2, S.PRIOR_AXES == 3, MASK is not None, S.HARD,
+        S.NARROW, S.BN, SPAN,
     )  # fmt: skip
+
+
+def prior_axes(log_prior: Tensor | None) -> int:
+    """Return 0 without a prior, 2 for one per head (H,M), 3 for one per position (H,M,Nk)."""
+    return 0 if log_prior is None else log_prior.dim()
 
 
 def key_bias(
     keys: Tensor, narrow_keys: Tensor, far: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None,
     inverse_variance: float, key_mask: Tensor | None, packed: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,M,Nk') and, unless they are empty, `narrow_keys` (G,M,Nk') and `far` (G,2) from `key`.
+    """Fill `keys` (G,M,Nk') and, unless they are empty, `narrow_keys` (G,M,Nk') and `far` (G,2); see `bias_kernel`.
 
-    `packed` are the spans of packed rows, whose stride is then in place of the batch's; None where there is a batch.
+    `packed` holds the spans of packed rows, for which the row stride takes the place of the batch stride, or is None.
     """
     _, heads, components, num_keys, width = key.shape
     block, first = max(16, min(128, 8192 // block_width(width))), 0 if packed is None else -2
     launch(
         bias_kernel, (triton.cdiv(keys.shape[-1], block) * keys.shape[0],), key, log_prior, variance,
-        as_bytes(key_mask), packed, keys, narrow_keys, far, inverse_variance, key.stride(first), *key.stride()[1:4],
-        heads, prior_positions(log_prior, num_keys), keys.shape[-1], width, block_width(width), components,
-        variance is not None, log_prior is not None and log_prior.dim() == 2,
-        log_prior is not None and log_prior.dim() == 3, key_mask is not None, narrow_keys.numel() > 0, block,
-        num_warps=4,
+        as_bytes(key_mask), packed, keys, narrow_keys, far, inverse_variance,
+        (key.stride(first), key.stride(1), key.stride(3), key.stride(2)), heads, prior_positions(log_prior, num_keys),
+        keys.shape[-1], num_warps=4,
+        S=constants(
+            D=width, BD=block_width(width), M=components, PRIOR_AXES=prior_axes(log_prior),
+            NARROW=narrow_keys.numel() > 0, BN=block,
+        ),
     )  # fmt: skip
 
 
@@ -192,57 +202,62 @@ def shifted_bias(
     keys: Tensor, narrow_keys: Tensor, rows: Tensor, far: Tensor, query: Tensor, key: Tensor, shift: Tensor,
     log_prior: Tensor | None, inverse_variance: float, key_mask: Tensor | None, hard: bool, packed: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,1+2M,Nk'), `narrow_keys` (G,M,Nk') if bfloat16, `rows` (G,1+2M,Nq') and `far` (G,2); see above."""
-    heads, width = query.shape[1], query.shape[-1]
-    blocks, first = (rows.shape[-1] + keys.shape[-1]) // BLOCK, 0 if packed is None else -2
+    """Fill `keys`, `narrow_keys` unless empty, `rows` and `far`; see `shifted_bias_kernel` and `key_bias`."""
+    heads, width, first = query.shape[1], query.shape[-1], 0 if packed is None else -2
     launch(
-        shifted_bias_kernel, (far.shape[0] * blocks,), query, key, shift, log_prior, as_bytes(key_mask), packed, keys,
-        narrow_keys, rows, far, inverse_variance, 14.0 if query.dtype == torch.float16 else 30.0,
-        query.stride(first), *query.stride()[1:3], key.stride(first), *key.stride()[1:3], heads, query.shape[2],
-        prior_positions(log_prior, key.shape[2]), rows.shape[-1], keys.shape[-1], width, block_width(width),
-        shift.shape[1], log_prior is not None and log_prior.dim() == 2, log_prior is not None and log_prior.dim() == 3,
-        key_mask is not None, hard, narrow_keys.numel() > 0, BLOCK, num_warps=4,
+        shifted_bias_kernel, (far.shape[0] * (rows.shape[-1] + keys.shape[-1]) // BLOCK,), query, key, shift, log_prior,
+        as_bytes(key_mask), packed, keys, narrow_keys, rows, far, inverse_variance,
+        14.0 if query.dtype == torch.float16 else 30.0, (query.stride(first), *query.stride()[1:3]),
+        (key.stride(first), *key.stride()[1:3]), heads, query.shape[2], prior_positions(log_prior, key.shape[2]),
+        rows.shape[-1], keys.shape[-1], num_warps=4,
+        S=constants(
+            D=width, BD=block_width(width), M=shift.shape[1], PRIOR_AXES=prior_axes(log_prior), HARD=hard,
+            NARROW=narrow_keys.numel() > 0, BN=BLOCK,
+        ),
     )  # fmt: skip
 
 
 def prior_positions(log_prior: Tensor | None, num_keys: int) -> int:
-    """How many a prior per position has, which for packed rows may be more than the keys."""
+    """Return the number of positions of a prior per position, which may exceed a packed sequence, else `num_keys`."""
     return num_keys if log_prior is None or log_prior.dim() == 2 else log_prior.shape[-1]
 
 
 @triton.jit
-def ends_of(p_mask, length, BLOCK: tl.constexpr):
-    """The first place that a mask takes, one past the last (`length` and 0 if it takes none); the first it does not."""
+def mask_range(p_mask, length, BLOCK: tl.constexpr):
+    """Return the first unmasked position, one past the last (`length` and 0 if there is none), and the first masked."""
     first, last = tl.full([BLOCK], 0, tl.int32) + length, tl.zeros([BLOCK], tl.int32)
-    hole = first
+    first_masked = first
     for start in range(0, length, BLOCK):
         o = start + tl.arange(0, BLOCK)
-        taken = tl.load(p_mask + o, mask=o < length, other=0) != 0
-        first = tl.minimum(first, tl.where(taken, o, length))
-        last = tl.maximum(last, tl.where(taken, o + 1, 0))
-        hole = tl.minimum(hole, tl.where(taken, length, o))
-    return tl.min(first, 0), tl.max(last, 0), tl.min(hole, 0)
+        visible = tl.load(p_mask + o, mask=o < length, other=0) != 0
+        first = tl.minimum(first, tl.where(visible, o, length))
+        last = tl.maximum(last, tl.where(visible, o + 1, 0))
+        first_masked = tl.minimum(first_masked, tl.where(visible, length, o))
+    return tl.min(first, 0), tl.max(last, 0), tl.min(first_masked, 0)
 
 
 @triton.jit
-def span_kernel(
-    QUERY_MASK, KEY_MASK, SPAN, num_queries, num_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
-):
+def span_kernel(QUERY_MASK, KEY_MASK, CU_SEQLENS, SPAN, num_queries, num_keys, BLOCK: tl.constexpr):
+    """Store all fields of SPAN (B,FIELDS) but the last; see `spans`."""
     i_b = tl.program_id(0).to(tl.int64)
-    last_query, last_key, first_key, hole = num_queries, num_keys, 0, num_keys
-    if QUERIES:
-        _, last_query, _ = ends_of(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
-    if KEYS:
-        first_key, last_key, hole = ends_of(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
+    last_query, last_key, first_key, fourth = num_queries, num_keys, 0, num_keys
+    if CU_SEQLENS is not None:
+        fourth = tl.load(CU_SEQLENS + i_b)
+        last_key = tl.load(CU_SEQLENS + i_b + 1) - fourth
+        last_query = last_key
+    if QUERY_MASK is not None:
+        _, last_query, _ = mask_range(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
+    if KEY_MASK is not None:
+        first_key, last_key, fourth = mask_range(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
     tl.store(SPAN + FIELDS * i_b, last_query)
     tl.store(SPAN + FIELDS * i_b + 1, last_key)
     tl.store(SPAN + FIELDS * i_b + 2, first_key)
-    tl.store(SPAN + FIELDS * i_b + 3, hole)
+    tl.store(SPAN + FIELDS * i_b + 3, fourth)
 
 
 @triton.jit(do_not_specialize=["num_batches"])
 def rank_kernel(SPAN, num_batches, BLOCK: tl.constexpr):
-    """The last field of row n is the batch with the n-th most pairs."""
+    """Store in the last field of row n the batch with the n-th most pairs."""
     i_b = tl.program_id(0)
     own = tl.load(SPAN + FIELDS * i_b).to(tl.float32) * tl.load(SPAN + FIELDS * i_b + 1)
     before = tl.zeros([BLOCK], tl.int32)
@@ -254,44 +269,28 @@ def rank_kernel(SPAN, num_batches, BLOCK: tl.constexpr):
     tl.store(SPAN + FIELDS * tl.sum(before, 0) + 4, i_b)
 
 
-@triton.jit
-def packed_span_kernel(ENDS, SPAN):
-    i_b = tl.program_id(0)
-    first = tl.load(ENDS + i_b)
-    length = tl.load(ENDS + i_b + 1) - first
-    tl.store(SPAN + FIELDS * i_b, length)
-    tl.store(SPAN + FIELDS * i_b + 1, length)
-    tl.store(SPAN + FIELDS * i_b + 2, 0)
-    tl.store(SPAN + FIELDS * i_b + 3, first)
-
-
 def spans(
     query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int, ends: Tensor | None = None
 ) -> Tensor | None:
-    """For each batch one past the last query and key that take part, the first key, and the first that is hidden; and
-    the batches, those with the most pairs first: (B,5).
+    """Return (B,5), int32, or None if nothing is masked or packed.
 
-    Of packed rows all of a sequence takes part, and in place of the first key that is hidden is its first row.
+    The fields are, for each batch, one past the last unmasked query, one past the last unmasked key, the first unmasked
+    key, the first masked key, and in row n the batch with the n-th most pairs. For packed rows with the cumulative
+    lengths `ends` (B+1,), whose sequences have no masks, the fourth field is the first row of the sequence.
     """
-    masks = [mask for mask in (query_mask, key_mask) if mask is not None]
-    if ends is not None:
-        result = ends.new_empty(ends.shape[0] - 1, FIELDS.value)
-        launch(packed_span_kernel, (result.shape[0],), ends, result, num_warps=1)
-    elif masks:
-        result = torch.empty(masks[0].shape[0], FIELDS.value, device=masks[0].device, dtype=torch.int32)
-        launch(
-            span_kernel, (result.shape[0],), as_bytes(query_mask), as_bytes(key_mask), result, num_queries, num_keys,
-            query_mask is not None, key_mask is not None, 1024,
-        )  # fmt: skip
-    else:
+    given = next((tensor for tensor in (ends, query_mask, key_mask) if tensor is not None), None)
+    if given is None:
         return None
-    launch(rank_kernel, (result.shape[0],), result, result.shape[0], 128, num_warps=1)
+    batch = given.shape[0] - (ends is not None)
+    result = given.new_empty(batch, FIELDS.value, dtype=torch.int32)
+    launch(span_kernel, (batch,), as_bytes(query_mask), as_bytes(key_mask), ends, result, num_queries, num_keys, 1024)
+    launch(rank_kernel, (batch,), result, batch, 128, num_warps=1)
     return result
 
 
 @triton.jit
 def columns_kernel(NARROW_KEYS, KEY_COLUMNS, padded_keys, M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """NARROW_KEYS (G,M,Nk') side by side: KEY_COLUMNS (G,Nk',COLUMNS)."""
+    """Transpose NARROW_KEYS (G,M,Nk') to KEY_COLUMNS (G,Nk',COLUMNS), padded with zeros."""
     blocks, o_column = padded_keys // BLOCK, tl.arange(0, COLUMNS)
     i_bh, o_n = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     block = tl.zeros([BLOCK, COLUMNS], tl.bfloat16)
@@ -302,7 +301,7 @@ def columns_kernel(NARROW_KEYS, KEY_COLUMNS, padded_keys, M: tl.constexpr, COLUM
 
 
 def side_by_side(narrow_keys: Tensor, columns: int) -> Tensor:
-    """`narrow_keys` (G,M,Nk') as (G,Nk',columns)."""
+    """Return `narrow_keys` (G,M,Nk') transposed to (G,Nk',columns), padded with zeros."""
     groups, components, padded_keys = narrow_keys.shape
     result = narrow_keys.new_empty(groups, padded_keys, columns)
     grid = (groups * padded_keys // 128,)

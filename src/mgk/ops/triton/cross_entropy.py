@@ -1,13 +1,14 @@
-"""-log softmax(W x + b)[target] of many rows, without their T x V logits in memory, forward and backward.
+"""-log softmax(W x + b)[target] of many rows, forward and backward, without storing their T x V logits.
 
     loss_t = lse_t - s_t[target],  s_t = W x_t + b,  lse_t = log sum_v exp(s_tv)
     ds_tv = g_t (exp(s_tv - lse_t) - [v = target])
     dx_t = sum_v ds_tv W_v     dW_v = sum_t ds_tv x_t     db_v = sum_t ds_tv
 
-A program has a block of rows and walks over a split of the tokens, or backward a block of tokens and walks over the
-rows; what splits leave is added up in a fixed order. Logits are computed again in each of the two backward kernels.
-Only the rows from span[0] to span[1] take part, two numbers that are read on the device: so the clusters of an adaptive
-softmax, whose sizes differ from batch to batch, fit into a CUDA graph. Logarithms are to the base 2 in the kernels.
+A program has a block of rows and loops over a split of the tokens, or backward a block of tokens and loops over the
+rows; the results of the splits are added in a fixed order. Each of the two backward kernels computes the logits again.
+Only the rows from span[0] to span[1] take part. The kernels read these two numbers on the device, so that a CUDA graph
+can capture the clusters of an adaptive softmax, whose sizes differ from batch to batch. Logarithms in the kernels are
+to the base 2.
 
 T rows, V tokens, E width.
 """
@@ -26,52 +27,56 @@ from mgk.ops.dispatch import block_width
 from mgk.ops.operator import operator
 from mgk.ops.triton.host import dot_precision
 from mgk.ops.triton.launch import launch
+from mgk.ops.triton.loads import constants
 from mgk.ops.triton.primitives import LOG2E, NEVER, finite, load_tile, store_tile
 
-MAX_WIDTH = 256
-SPLIT, SPLITS = 4096, 8  # tokens of a split at least, and how many of them at most
+SPLIT, SPLITS = 4096, 8  # tokens of a split at least, and splits at most
 COUNTS = ("num_rows", "num_tokens", "tiles", "splits")
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def row_range(SPAN, num_rows, BM: tl.constexpr):
-    """The first row of this program's block, and where the rows that take part end."""
+def row_range(SPAN, num_rows):
+    """Return the first row that takes part and one past the last."""
     first, end = 0, num_rows
     if SPAN is not None:
         first, end = tl.load(SPAN), tl.load(SPAN + 1)
-    return first + tl.program_id(0) * BM, end
+    return first, end
 
 
 @triton.jit
-def load_tokens(W, BIAS, start, num_tokens, E: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr):
-    """A tile of W [BN, BE], and its biases, -inf beyond the last."""
-    o_n = start + tl.arange(0, BN)
+def load_tokens(W, BIAS, start, num_tokens, S: tl.constexpr):
+    """Load a tile of W [BN, BE] and its biases, -inf beyond the last."""
+    o_n = start + tl.arange(0, S.BN)
     bias = tl.load(BIAS + o_n, mask=o_n < num_tokens, other=NEVER).to(tl.float32)
-    return load_tile(W, start, num_tokens, E, BN, E, BE, True), bias * LOG2E
+    return load_tile(W, start, num_tokens, S.E, S.BN, S.E, S.BE, True), bias * LOG2E
+
+
+@triton.jit
+def token_logits(b_x, target, W, BIAS, first, num_tokens, S: tl.constexpr):
+    """Return a tile of W [BN, BE], the logits of rows b_x for its tokens [BM, BN], and which of these are targets."""
+    b_w, bias = load_tokens(W, BIAS, first, num_tokens, S)
+    s = tl.dot(b_x, tl.trans(b_w), input_precision=S.PRECISION) * LOG2E + bias[None, :]
+    return b_w, s, (first + tl.arange(0, S.BN))[None, :] == target[:, None]
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def forward_kernel(
-    X, W, BIAS, TARGET, SPAN, PARTS, num_rows, num_tokens, tiles, E: tl.constexpr, BE: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """PARTS (splits,3,T) takes of each split the largest logit, the sum of the exponentials, and the target's."""
-    start, end = row_range(SPAN, num_rows, BM)
-    i_split = tl.program_id(1)
+def forward_kernel(X, W, BIAS, TARGET, SPAN, PARTS, num_rows, num_tokens, tiles, S: tl.constexpr):
+    """Store the largest logit, the sum of exponentials and the target's logit of each split in PARTS (splits,3,T)."""
+    start, end = row_range(SPAN, num_rows)
+    start, i_split = start + tl.program_id(0) * S.BM, tl.program_id(1)
     if start < end:
-        o_m = start + tl.arange(0, BM)
+        o_m = start + tl.arange(0, S.BM)
         real = o_m < end
-        b_x = load_tile(X, start, end, E, BM, E, BE, True)  # [BM, BE]
+        b_x = load_tile(X, start, end, S.E, S.BM, S.E, S.BE, True)  # [BM, BE]
         target = tl.load(TARGET + o_m, mask=real, other=-1).to(tl.int32)
-        m, l, picked = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-        for first in range(i_split * tiles * BN, tl.minimum((i_split + 1) * tiles * BN, num_tokens), BN):
-            b_w, bias = load_tokens(W, BIAS, first, num_tokens, E, BE, BN)
-            s = tl.dot(b_x, tl.trans(b_w), input_precision=PRECISION) * LOG2E + bias[None, :]  # [BM, BN]
+        m, l = tl.full([S.BM], NEVER, tl.float32), tl.zeros([S.BM], tl.float32)
+        picked = tl.zeros([S.BM], tl.float32)
+        for first in range(i_split * tiles * S.BN, tl.minimum((i_split + 1) * tiles * S.BN, num_tokens), S.BN):
+            _, s, wanted = token_logits(b_x, target, W, BIAS, first, num_tokens, S)
             m_new = tl.maximum(m, tl.max(s, 1))
             safe = finite(m_new)
             l = l * tl.exp2(m - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
-            wanted = (first + tl.arange(0, BN))[None, :] == target[:, None]
             picked += tl.sum(tl.where(wanted, s, 0.0), 1)
             m = m_new
         p_part = PARTS + tl.cast(i_split, tl.int64) * 3 * num_rows + o_m
@@ -82,8 +87,9 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def loss_kernel(PARTS, TARGET, SPAN, LOSS, LSE, num_rows, splits, BM: tl.constexpr):
-    """LOSS, and LSE to the base 2, from the parts of all splits."""
-    start, end = row_range(SPAN, num_rows, BM)
+    """Store LOSS and LSE (T,), to the base 2, from the parts of all splits."""
+    start, end = row_range(SPAN, num_rows)
+    start += tl.program_id(0) * BM
     if start < end:
         o_m = start + tl.arange(0, BM)
         real = o_m < end
@@ -103,98 +109,85 @@ def loss_kernel(PARTS, TARGET, SPAN, LOSS, LSE, num_rows, splits, BM: tl.constex
 
 
 @triton.jit
-def load_rows_known(GRAD, TARGET, LSE, o_m, real):
-    """What is known of the rows `o_m`: the gradients of their losses, zero where there is no target; target and lse."""
+def load_rows(X, TARGET, GRAD, LSE, start, end, S: tl.constexpr):
+    """Load a tile of X [BM, BE], the gradients of its losses, zero without a target, the targets and lse [BM]."""
+    o_m = start + tl.arange(0, S.BM)
+    real = o_m < end
     target = tl.load(TARGET + o_m, mask=real, other=-1).to(tl.int32)
     grad = tl.where(target < 0, 0.0, tl.load(GRAD + o_m, mask=real, other=0.0))
-    return grad, target, tl.load(LSE + o_m, mask=real, other=float("inf"))
+    lse = tl.load(LSE + o_m, mask=real, other=float("inf"))
+    return load_tile(X, start, end, S.E, S.BM, S.E, S.BE, True), grad, target, lse
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def row_gradient_kernel(
-    X, W, BIAS, TARGET, SPAN, GRAD, LSE, PARTS, num_rows, num_tokens, tiles, E: tl.constexpr, BE: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """PARTS (splits,T,E) takes dx of each split of the tokens."""
-    start, end = row_range(SPAN, num_rows, BM)
-    i_split = tl.program_id(1)
+def row_gradient_kernel(X, W, BIAS, TARGET, SPAN, GRAD, LSE, PARTS, num_rows, num_tokens, tiles, S: tl.constexpr):
+    """Store dx of each split of the tokens in PARTS (splits,T,E)."""
+    start, end = row_range(SPAN, num_rows)
+    start, i_split = start + tl.program_id(0) * S.BM, tl.program_id(1)
     if start < end:
-        o_m = start + tl.arange(0, BM)
-        b_x = load_tile(X, start, end, E, BM, E, BE, True)  # [BM, BE]
-        grad, target, lse = load_rows_known(GRAD, TARGET, LSE, o_m, o_m < end)
-        b_dx = tl.zeros([BM, BE], tl.float32)
-        for first in range(i_split * tiles * BN, tl.minimum((i_split + 1) * tiles * BN, num_tokens), BN):
-            b_w, bias = load_tokens(W, BIAS, first, num_tokens, E, BE, BN)
-            s = tl.dot(b_x, tl.trans(b_w), input_precision=PRECISION) * LOG2E + bias[None, :]  # [BM, BN]
-            wanted = (first + tl.arange(0, BN))[None, :] == target[:, None]
+        b_x, grad, target, lse = load_rows(X, TARGET, GRAD, LSE, start, end, S)
+        b_dx = tl.zeros([S.BM, S.BE], tl.float32)
+        for first in range(i_split * tiles * S.BN, tl.minimum((i_split + 1) * tiles * S.BN, num_tokens), S.BN):
+            b_w, s, wanted = token_logits(b_x, target, W, BIAS, first, num_tokens, S)
             ds = (tl.exp2(s - lse[:, None]) - tl.where(wanted, 1.0, 0.0)) * grad[:, None]
-            b_dx = tl.dot(ds.to(b_w.dtype), b_w, b_dx, input_precision=PRECISION)
-        p_part = PARTS + tl.cast(i_split, tl.int64) * num_rows * E
-        store_tile(p_part, b_dx, start, end, E, BM, E, BE)
+            b_dx = tl.dot(ds.to(b_w.dtype), b_w, b_dx, input_precision=S.PRECISION)
+        store_tile(PARTS + tl.cast(i_split, tl.int64) * num_rows * S.E, b_dx, start, end, S.E, S.BM, S.E, S.BE)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def join_kernel(PARTS, SPAN, DX, num_rows, splits, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):
-    start, end = row_range(SPAN, num_rows, BM)
+def join_kernel(PARTS, SPAN, DX, num_rows, splits, S: tl.constexpr):
+    """Add the splits PARTS (splits,T,E) to DX (T,E)."""
+    start, end = row_range(SPAN, num_rows)
+    start += tl.program_id(0) * S.BM
     if start < end:
-        b_dx = tl.zeros([BM, BE], tl.float32)
+        b_dx = tl.zeros([S.BM, S.BE], tl.float32)
         for i_split in range(0, splits):
-            b_dx += load_tile(PARTS + tl.cast(i_split, tl.int64) * num_rows * E, start, end, E, BM, E, BE, True)
-        store_tile(DX, b_dx, start, end, E, BM, E, BE)
+            p_part = PARTS + tl.cast(i_split, tl.int64) * num_rows * S.E
+            b_dx += load_tile(p_part, start, end, S.E, S.BM, S.E, S.BE, True)
+        store_tile(DX, b_dx, start, end, S.E, S.BM, S.E, S.BE)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def token_gradient_kernel(
-    X, W, BIAS, TARGET, SPAN, GRAD, LSE, DW, DBIAS, num_rows, num_tokens, E: tl.constexpr, BE: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """DW and DBIAS of a block of tokens."""
-    begin, end = 0, num_rows
-    if SPAN is not None:
-        begin, end = tl.load(SPAN), tl.load(SPAN + 1)
-    first = tl.program_id(0) * BN
-    o_n = first + tl.arange(0, BN)
-    b_w, bias = load_tokens(W, BIAS, first, num_tokens, E, BE, BN)
-    b_dw, dbias = tl.zeros([BN, BE], tl.float32), tl.zeros([BN], tl.float32)
-    for start in range(begin, end, BM):
-        o_m = start + tl.arange(0, BM)
-        b_x = load_tile(X, start, end, E, BM, E, BE, True)  # [BM, BE]
-        grad, target, lse = load_rows_known(GRAD, TARGET, LSE, o_m, o_m < end)
-        s = tl.dot(b_w, tl.trans(b_x), input_precision=PRECISION) * LOG2E + bias[:, None]  # [BN, BM]
+def token_gradient_kernel(X, W, BIAS, TARGET, SPAN, GRAD, LSE, DW, DBIAS, num_rows, num_tokens, S: tl.constexpr):
+    """Store the gradients of a block of tokens in DW (V,E) and DBIAS (V,)."""
+    begin, end = row_range(SPAN, num_rows)
+    first = tl.program_id(0) * S.BN
+    o_n = first + tl.arange(0, S.BN)
+    b_w, bias = load_tokens(W, BIAS, first, num_tokens, S)
+    b_dw, dbias = tl.zeros([S.BN, S.BE], tl.float32), tl.zeros([S.BN], tl.float32)
+    for start in range(begin, end, S.BM):
+        b_x, grad, target, lse = load_rows(X, TARGET, GRAD, LSE, start, end, S)
+        s = tl.dot(b_w, tl.trans(b_x), input_precision=S.PRECISION) * LOG2E + bias[:, None]  # [BN, BM]
         wanted = o_n[:, None] == target[None, :]
         ds = (tl.exp2(s - lse[None, :]) - tl.where(wanted, 1.0, 0.0)) * grad[None, :]
-        b_dw = tl.dot(ds.to(b_x.dtype), b_x, b_dw, input_precision=PRECISION)
+        b_dw = tl.dot(ds.to(b_x.dtype), b_x, b_dw, input_precision=S.PRECISION)
         dbias += tl.sum(ds, 1)
-    store_tile(DW, b_dw, first, num_tokens, E, BN, E, BE)
+    store_tile(DW, b_dw, first, num_tokens, S.E, S.BN, S.E, S.BE)
     tl.store(DBIAS + o_n, dbias, mask=o_n < num_tokens)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None = None) -> Tensor:
-    """Losses (T,), in float32, of x (T,E), weight (V,E), in the type of x, bias (V,) and target (T,), int64.
+    """Return the losses (T,), in float32, of x (T,E), weight (V,E) in the dtype of x, bias (V,) and target (T,), int64.
 
-    A negative target is none. Rows outside of span (2,), int32, have no loss.
+    The loss is zero for rows with a negative target and for rows outside of span (2,), int32.
     """
     losses: Tensor = cross_entropy_forward(x.contiguous(), weight.contiguous(), bias, target.contiguous(), span)[0]
     return losses
 
 
-def settings(x: Tensor) -> dict[str, Any]:
-    """What all kernels are compiled for."""
-    return {"E": x.shape[1], "BE": block_width(x.shape[1]), "PRECISION": dot_precision()}
-
-
-def tile(kernel: str, x: Tensor) -> dict[str, int]:
-    """Rows and tokens of a tile, so many that what a thread holds of logits and sums fits into registers."""
-    rows, tokens, warps, stages = 32, 32, 8, 1  # float32, which has no tensor cores
+def settings(kernel: str, x: Tensor) -> tuple[int, int, dict[str, Any]]:
+    """Return the rows and tokens of a tile, as many as fit into the registers, and what a kernel is compiled for."""
+    rows, tokens, warps, stages, block = 32, 32, 8, 1, block_width(x.shape[1])  # float32 has no tensor cores
     if x.dtype != torch.float32:
-        wide, warps, stages = block_width(x.shape[1]) > 128, 4, 3 if kernel == "forward" else 2
+        wide, warps, stages = block > 128, 4, 3 if kernel == "forward" else 2
         rows = 32 if wide and kernel == "tokens" else 64
         tokens = (128 if kernel == "forward" else 64) // (2 if wide and kernel != "tokens" else 1)
-    return {"BM": rows, "BN": tokens, "num_warps": warps, "num_stages": stages}
+    sizes = constants(E=x.shape[1], BE=block, PRECISION=dot_precision(), BM=rows, BN=tokens)
+    return rows, tokens, {"S": sizes, "num_warps": warps, "num_stages": stages}
 
 
 def split(num_tokens: int, block: int) -> tuple[int, int]:
-    """Into how many parts the tokens are split, and how many tiles of `block` each has. None is empty."""
+    """Return the number of splits of the tokens, none of them empty, and of tiles of `block` tokens in a split."""
     blocks = triton.cdiv(num_tokens, block)
     tiles = triton.cdiv(blocks, max(1, min(SPLITS, triton.cdiv(num_tokens, SPLIT))))
     return triton.cdiv(blocks, tiles), tiles
@@ -204,13 +197,14 @@ def split(num_tokens: int, block: int) -> tuple[int, int]:
 def cross_entropy_forward(
     x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Losses, and the logarithms to the base 2 of the sums of exponentials (T,)."""
-    rows, tokens, how = len(x), len(weight), settings(x) | tile("forward", x)
+    """Return the losses and the logarithms to the base 2 of the sums of exponentials (T,)."""
+    rows, tokens = len(x), len(weight)
     losses, lse = cross_entropy_results(x)
     if rows:
         losses.zero_()  # of rows outside of the span
-        splits, tiles = split(tokens, how["BN"])
-        parts, grid = lse.new_empty(splits, 3, rows), (triton.cdiv(rows, how["BM"]), splits)
+        tile_rows, tile_tokens, how = settings("forward", x)
+        splits, tiles = split(tokens, tile_tokens)
+        parts, grid = lse.new_empty(splits, 3, rows), (triton.cdiv(rows, tile_rows), splits)
         launch(forward_kernel, grid, x, weight, bias, target, span, parts, rows, tokens, tiles, **how)
         launch(loss_kernel, (triton.cdiv(rows, 128),), parts, target, span, losses, lse, rows, splits, BM=128)
     return losses, lse
@@ -225,19 +219,20 @@ def cross_entropy_results(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def cross_entropy_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias."""
-    rows, tokens, how, known = len(x), len(weight), settings(x), (x, weight, bias, target, span)
+    """Return the gradients of x, weight and bias."""
+    rows, tokens, known = len(x), len(weight), (x, weight, bias, target, span)
     grad_x, grad_weight, grad_bias = grads = cross_entropy_gradients(grad, *known)
     grad, grad_x = grad.contiguous(), grad_x.zero_()  # of rows outside of the span
-    on_rows, on_tokens = tile("rows", x), tile("tokens", x)
-    splits, tiles = split(tokens, on_rows["BN"])
+    tile_rows, tile_tokens, how = settings("rows", x)
+    splits, tiles = split(tokens, tile_tokens)
     parts = grad_x if splits == 1 else x.new_empty(splits, *x.shape, dtype=torch.float32)
-    grid = triton.cdiv(rows, on_rows["BM"]), splits
-    launch(row_gradient_kernel, grid, *known, grad, lse, parts, rows, tokens, tiles, **how, **on_rows)
+    grid = triton.cdiv(rows, tile_rows), splits
+    launch(row_gradient_kernel, grid, *known, grad, lse, parts, rows, tokens, tiles, **how)
     if splits > 1:
-        launch(join_kernel, grid[:1], parts, span, grad_x, rows, splits, E=how["E"], BE=how["BE"], BM=on_rows["BM"])
-    grid = (triton.cdiv(tokens, on_tokens["BN"]),)
-    launch(token_gradient_kernel, grid, *known, grad, lse, grad_weight, grad_bias, rows, tokens, **how, **on_tokens)
+        launch(join_kernel, grid[:1], parts, span, grad_x, rows, splits, S=how["S"])
+    _, tile_tokens, how = settings("tokens", x)
+    grid = (triton.cdiv(tokens, tile_tokens),)
+    launch(token_gradient_kernel, grid, *known, grad, lse, grad_weight, grad_bias, rows, tokens, **how)
     return grads
 
 
