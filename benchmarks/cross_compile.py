@@ -104,8 +104,8 @@ def inner_loops(listing: str) -> list[list[str]]:
         elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
             instructions.append(instruction[1])
     loops = []
-    for place, instruction in enumerate(instructions):
-        jump = re.search(r"BRA.*?`\((\.L_x_\d+)\)", instruction)
+    for place, text in enumerate(instructions):
+        jump = re.search(r"BRA.*?`\((\.L_x_\d+)\)", text)
         if jump and labels.get(jump[1], place + 1) <= place:
             loops.append((labels[jump[1]], place))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
@@ -138,7 +138,7 @@ def run_case(case: str) -> None:
     else:
         output = kernels.mgk_attention(query, make(BATCH, HEADS, components, length, width), value, *options)
     if train:
-        output.backward(torch.zeros_like(output))
+        torch.autograd.backward(output, torch.zeros_like(output))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Find the fastest tile sizes on this GPU: `python -m benchmarks.tune`. Copy the best into ops/triton/tiles.py by hand.
+"""Find the fastest tile sizes on this GPU: `python -m benchmarks.tune`. Copy the best into ops/dispatch.py by hand.
 
 Worker processes first compile every candidate. Then a pass is timed with the tile of one kernel replaced and the others
 as in the table, on the same tensors.
@@ -7,7 +7,6 @@ as in the table, on the same tensors.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import os
@@ -18,7 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.cuda import CASES, graph_milliseconds
+from mgk.ops import dispatch
 from mgk.ops.measure import Case
+from mgk.ops.triton import launch_projected, launch_shifted, operators
 
 Candidate = tuple[int, ...]  # queries, keys, warps, stages, and optionally the most registers per thread
 CANDIDATES: dict[tuple[str, str], dict[int, list[Candidate]]] = {  # by family, kernel and width
@@ -43,32 +44,30 @@ CANDIDATES: dict[tuple[str, str], dict[int, list[Candidate]]] = {  # by family, 
         64: [(64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2)],
         128: [(32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 2)],
     },
-    ("mixture", "forward"): {
+    ("projected", "forward"): {
         16: [(64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2)],
         32: [(128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2)],
         64: [(128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)],
         128: [(128, 64, 8, 3), (64, 64, 4, 3)],
     },
-    ("mixture", "query"): {
+    ("projected", "query"): {
         16: [(64, 64, 4, 3), (128, 64, 4, 3)],
         32: [(64, 64, 4, 3), (64, 64, 4, 2)],
         64: [(64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2)],
         128: [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)],
     },
-    ("mixture", "key"): {
+    ("projected", "key"): {
         16: [(32, 64, 4, 3), (64, 64, 4, 3)],
         32: [(64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 3, 168)],
         64: [(64, 64, 4, 3), (32, 64, 4, 3), (32, 64, 4, 2)],
         128: [(16, 128, 8, 2), (16, 64, 4, 3), (32, 128, 8, 1)],
     },
 }
-FAMILIES = ("shifted", "mixture")
+FAMILIES = ("shifted", "projected")
 
 
 def passes(family: str, hard: bool, case: Case) -> dict[str, Callable[[], Any]]:
     """Return the forward and the backward pass with half the heads, as functions without arguments."""
-    from mgk.ops import triton as ours
-
     batch, heads, length, width = case.batch, case.heads // 2, case.length, case.width
 
     def make(*size: int) -> torch.Tensor:
@@ -82,10 +81,10 @@ def passes(family: str, hard: bool, case: Case) -> dict[str, Callable[[], Any]]:
     if family == "shifted":
         shift = torch.randn(heads, 2, width, device="cuda")
         tensors: tuple[Any, ...] = (query, make(batch, heads, length, width), shift, value, prior, *[None] * 4)
-        run, run_backward = ours.shifted_forward, ours.shifted_backward
+        run, run_backward = operators.shifted_forward, operators.shifted_backward
     else:
         tensors = (query, make(batch, heads, 2, length, width), value, prior, *[None] * 5)
-        run, run_backward = ours.mixture_forward, ours.mixture_backward
+        run, run_backward = operators.projected_forward, operators.projected_backward
     options = width**0.5, hard, case.is_causal, 0.0, 0
     results = run(*tensors, *options)
     grad = torch.randn_like(results[0])
@@ -97,31 +96,30 @@ def passes(family: str, hard: bool, case: Case) -> dict[str, Callable[[], Any]]:
 
 def exchange(family: str, kernel: str, tile: Candidate) -> str:
     """Let a kernel use this tile, and return the pass that the kernel belongs to."""
-    from mgk.ops.triton.tiles import Tile, override
-
-    override.clear()
-    override[family, kernel] = Tile(*tile)
+    dispatch.override.clear()
+    dispatch.override[family, kernel] = dispatch.Tile(*tile)
+    dispatch.plan.cache_clear()
     return "forward" if kernel.endswith("forward") else "backward"
 
 
-def without_far_heads() -> None:
+def skip_overflowing_heads() -> None:
     """Skip the launches for heads that would overflow: their kernels would be compiled too, but do nothing."""
-    ours: Any = importlib.import_module("mgk.ops.triton")
-    every = ours.launch
+    for launcher in (launch_shifted, launch_projected):
+        every = launcher.launch
 
-    def near(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) -> None:
-        if constants.get("HEADS") != ours.FAR:
-            every(kernel, grid, *args, **constants)
+        def fitting(kernel: Any, grid: tuple[int, ...], /, *args: Any, every: Any = every, **constants: Any) -> None:
+            if not any(getattr(each, "HEADS", None) == dispatch.OVERFLOWING for each in args):
+                every(kernel, grid, *args, **constants)
 
-    if every.__name__ != "near":
-        ours.launch = near
+        if every.__name__ != "fitting":
+            launcher.launch = fitting  # type: ignore[assignment]
 
 
 def compile_one(job: tuple[str, bool, Case, str, Candidate]) -> None:
     """Compile the kernels of a pass with one tile replaced."""
     family, hard, case, kernel, tile = job
     try:
-        without_far_heads()
+        skip_overflowing_heads()
         passes(family, hard, case)[exchange(family, kernel, tile)]()
     except Exception:  # too large for this GPU; the error is reported when it is timed
         return
@@ -144,7 +142,7 @@ def main() -> None:
     ]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         pool.map(compile_one, jobs, chunksize=1)
-    without_far_heads()
+    skip_overflowing_heads()
     found: dict[str, list[tuple[float, Candidate]]] = {}
     for family, hard, case in groups:
         work = passes(family, hard, case)

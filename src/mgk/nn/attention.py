@@ -21,8 +21,8 @@ from mgk.nn.embeddings import Rotation, pad_shift, rotate
 from mgk.nn.m_step import m_step
 from mgk.nn.operators import AttentionInputs
 from mgk.nn.packing import Packing
-from mgk.ops import api
 from mgk.ops import arguments as check
+from mgk.ops.dispatch import IMPLEMENTATIONS
 from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures
 from mgk.variants import LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 
@@ -127,7 +127,7 @@ class MixtureAttention(nn.Module):
         self.causal = check.check_flag("causal", causal)
         self.dropout = check.check_probability("dropout", dropout)
         self.prior_momentum = check.check_probability("prior_momentum", prior_momentum)
-        self.impl = check.check_choice("impl", impl, api.IMPLEMENTATIONS)
+        self.impl = check.check_choice("impl", impl, IMPLEMENTATIONS)
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim: expected a multiple of num_heads = {num_heads} unless head_dim is given, got {embed_dim}"

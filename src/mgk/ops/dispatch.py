@@ -20,6 +20,7 @@ GLUON_VERSIONS = ((3, 6),)  # the Triton versions that the Hopper kernels were r
 HOPPER = (9, 0)
 HOPPER_BLOCK = 128
 
+PASSES = ("forward", "query", "key")
 # Heads that a launch handles. Overflow is detected per head: most calls have no such head.
 ALL, FITTING, OVERFLOWING = 0, 1, 2
 # How a launch computes: factored exponentials (FAST), right for all numbers (FALLBACK), and the same for a hard E-step.
@@ -157,9 +158,9 @@ def plan(call: Call, impl: str = "auto") -> Plan:
     if call.short:
         return Plan(name, reason, short=True, forward=short(call, "forward"), query=short(call, "backward"))
     passes = shifted(call) if call.family == "shifted" else projected(call)
-    with_tiles = [tuple(tiled(call, kind, each) for each in launches) for kind, launches in passes.items()]
-    tiles = [choose_tile(call.family, kind, call) for kind in ("query", "key")]
-    return Plan(name, reason, False, False, *with_tiles, *tiles)
+    forward, query, key = (tuple(tiled(call, kind, each) for each in passes[kind]) for kind in PASSES)
+    tiles = [choose_tile(call.family, kind, call) for kind in PASSES[1:]]
+    return Plan(name, reason, False, False, forward, query, key, *tiles)
 
 
 def short(call: Call, kind: str) -> tuple[Launch, ...]:
@@ -174,7 +175,7 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
     fixed = call.dtype != "float16"  # which has too few exponents for a maximum that is fixed beforehand
     rest = Launch("generic", OVERFLOWING, HARD if call.hard else FALLBACK)
     path = (FAST_HARD if call.narrow else HARD) if call.hard else FAST
-    forward = (Launch("generic", FITTING, path, fixed, call.narrow), rest)
+    forward: tuple[Launch, ...] = (Launch("generic", FITTING, path, fixed, call.narrow), rest)
     if call.hard and not fixed:
         forward = (rest._replace(heads=ALL),)
     if call.hard and not (call.narrow and call.components == 2):

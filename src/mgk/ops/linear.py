@@ -36,8 +36,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
-from mgk.ops.api import HAS_TRITON, IMPLEMENTATIONS, TRITON_DTYPES
+from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
 from mgk.ops.common import compute_dtype, shifted_keys, without_autocast
+from mgk.ops.dispatch import IMPLEMENTATIONS
 from mgk.ops.feature_maps import (
     FeatureMap,
     ScaledFeatures,

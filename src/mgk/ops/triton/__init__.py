@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mgk.ops.dispatch import TRITON_DTYPES, TRITON_WIDTH, decodes
-from mgk.ops.triton.host import dense, draw_seed
+from mgk.ops.triton.host import contiguous, dense, draw_seed
 from mgk.ops.triton.operators import decode_forward, projected_forward, shifted_forward
 from mgk.ops.triton.prior import prior_statistics
 from mgk.ops.triton.problem import INTERPRETED
@@ -87,7 +87,3 @@ def require_support(query: Tensor, value: Tensor) -> None:
             f"query: expected head widths D and Dv up to {TRITON_WIDTH} for impl='triton', "
             f"got {query.shape[-1]} and {value.shape[-1]}"
         )
-
-
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

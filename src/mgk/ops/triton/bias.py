@@ -20,10 +20,10 @@ from mgk.ops.triton.launch import launch
 from mgk.ops.triton.loads import constants, head_pointer, load_shift
 from mgk.ops.triton.primitives import FIELDS, LOG2E, NEVER, finite, load_tile, sequence
 
-# The fast path multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-LIGHT_KEYS and every rho between
-# 2^-LIGHT_ROWS and 2^LIGHT_ROWS, a row's sum with a running maximum is at least 2^-100, and an exponential with a
+# The fast path multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-FAST_KEYS and every rho between
+# 2^-FAST_ROWS and 2^FAST_ROWS, a row's sum with a running maximum is at least 2^-100, and an exponential with a
 # fixed maximum at most 2^106: no significant term underflows, and none overflows.
-LIGHT_KEYS, LIGHT_ROWS = tl.constexpr(70.0), tl.constexpr(30.0)
+FAST_KEYS, FAST_ROWS = tl.constexpr(70.0), tl.constexpr(30.0)
 BLOCK = 64
 
 
@@ -64,12 +64,12 @@ def visible_keys(MASK, i_b, o_n, num_keys, MASKED: tl.constexpr):
 
 @triton.jit
 def bias_kernel(
-    K, PRIOR, VARIANCE, MASK, SPAN, KEYS, NARROW_KEYS, FAR_HEADS, inverse_variance, sk, H, num_keys, padded_keys,
+    K, PRIOR, VARIANCE, MASK, SPAN, KEYS, FACTORS, OVERFLOW, inverse_variance, sk, H, num_keys, padded_keys,
     S: tl.constexpr,
 ):  # fmt: skip
-    """Store log_w, -inf for masked keys, in KEYS (G,M,Nk') and w in bfloat16 in NARROW_KEYS (G,M,Nk').
+    """Store log_w, -inf for masked keys, in KEYS (G,M,Nk') and w in bfloat16 in FACTORS (G,M,Nk').
 
-    FAR_HEADS (G,2), zero before, gets a 1 in its first column for a head with a w that is out of range for the fast
+    OVERFLOW (G,2), zero before, gets a 1 in its first column for a head with a w that is out of range for the fast
     path. The forward pass writes the second column. SPAN is passed for packed rows alone.
     """
     blocks = tl.cdiv(padded_keys, S.BN)
@@ -87,14 +87,14 @@ def bias_kernel(
         tl.store(KEYS + o_keys, tl.where(visible, log_w[r], NEVER), mask=o_n < padded_keys)
         if S.NARROW:
             w = tl.where(visible, tl.exp2(log_w[r]), 0.0).to(tl.bfloat16)
-            tl.store(NARROW_KEYS + o_keys, w, mask=o_n < padded_keys)
-            if tl.max(tl.where(visible, tl.maximum(log_w[r] - 4.0, -LIGHT_KEYS - log_w[r]), -1.0), 0) > 0:
-                tl.store(FAR_HEADS + 2 * i_bh, 1.0)
+            tl.store(FACTORS + o_keys, w, mask=o_n < padded_keys)
+            if tl.max(tl.where(visible, tl.maximum(log_w[r] - 4.0, -FAST_KEYS - log_w[r]), -1.0), 0) > 0:
+                tl.store(OVERFLOW + 2 * i_bh, 1.0)
 
 
 @triton.jit
 def shifted_bias_block(
-    i_block, i_bh, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sqb, sqh,
+    i_block, i_bh, Q, K, SHIFT, PRIOR, MASK, KEYS, FACTORS, ROWS, OVERFLOW, inverse_variance, highest, sqb, sqh,
     sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr,
     M: tl.constexpr, HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
     NARROW: tl.constexpr, BN: tl.constexpr, SPAN=None,
@@ -124,11 +124,11 @@ def shifted_bias_block(
             w = tl.where(visible, tl.exp2(log_w[r] - top), 0.0)
             tl.store(p_keys + (1 + r) * padded_keys, w)
             if NARROW:
-                tl.store(NARROW_KEYS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w.to(tl.bfloat16))
+                tl.store(FACTORS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w.to(tl.bfloat16))
             tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(visible, log_w[r] - top, NEVER))
-        beyond = tl.where(visible, tl.maximum(largest - 4.0, -LIGHT_KEYS - largest), -1.0)
+        beyond = tl.where(visible, tl.maximum(largest - 4.0, -FAST_KEYS - largest), -1.0)
         if tl.max(beyond, 0) > 0:
-            tl.store(FAR_HEADS + 2 * i_bh, 1.0)
+            tl.store(OVERFLOW + 2 * i_bh, 1.0)
     else:
         start = (i_block - key_blocks) * BN
         o_m = start + tl.arange(0, BN)
@@ -144,28 +144,28 @@ def shifted_bias_block(
                 bound = tl.sum(b_q * b_q, 1) * (0.5 * inverse_variance * LOG2E) - log_u
                 tl.store(p_rows, bound)
             lead = log_u - first
-            beyond = tl.maximum(beyond, tl.maximum(lead - highest, -LIGHT_ROWS - lead))
+            beyond = tl.maximum(beyond, tl.maximum(lead - highest, -FAST_ROWS - lead))
             tl.store(p_rows + (1 + r) * padded_queries, lead if HARD else tl.exp2(lead))
             tl.store(p_rows + (1 + M + r) * padded_queries, log_u)
         if tl.max(beyond, 0) > 0:
-            tl.store(FAR_HEADS + 2 * i_bh, 1.0)
+            tl.store(OVERFLOW + 2 * i_bh, 1.0)
 
 
 @triton.jit
 def shifted_bias_kernel(
-    Q, K, SHIFT, PRIOR, MASK, SPAN, KEYS, NARROW_KEYS, ROWS, FAR_HEADS, inverse_variance, highest, sq, sk, H,
+    Q, K, SHIFT, PRIOR, MASK, SPAN, KEYS, FACTORS, ROWS, OVERFLOW, inverse_variance, highest, sq, sk, H,
     num_queries, num_keys, padded_queries, padded_keys, S: tl.constexpr,
 ):  # fmt: skip
     """Store what shifted.py needs for each key and query.
 
-    KEYS (G,1+2M,Nk'): 0 or -inf (masked), w, log_w. NARROW_KEYS (G,M,Nk'): w in bfloat16. ROWS (G,1+2M,Nq'): an upper
-    bound of the row's logits, rho, log_u. FAR_HEADS is as in `bias_kernel`; `highest` is the largest exponent of a rho.
+    KEYS (G,1+2M,Nk'): 0 or -inf (masked), w, log_w. FACTORS (G,M,Nk'): w in bfloat16. ROWS (G,1+2M,Nq'): an upper
+    bound of the row's logits, rho, log_u. OVERFLOW is as in `bias_kernel`; `highest` is the largest exponent of a rho.
     SPAN is passed for packed rows alone.
     """
     blocks = (padded_keys + padded_queries) // S.BN
     shifted_bias_block(
-        tl.program_id(0) % blocks, tl.program_id(0) // blocks, Q, K, SHIFT, PRIOR, MASK, KEYS, NARROW_KEYS, ROWS,
-        FAR_HEADS, inverse_variance, highest, sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], H, num_queries, num_keys,
+        tl.program_id(0) % blocks, tl.program_id(0) // blocks, Q, K, SHIFT, PRIOR, MASK, KEYS, FACTORS, ROWS,
+        OVERFLOW, inverse_variance, highest, sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], H, num_queries, num_keys,
         padded_queries, padded_keys, S.D, S.BD, S.M, S.PRIOR_AXES == 2, S.PRIOR_AXES == 3, MASK is not None, S.HARD,
         S.NARROW, S.BN, SPAN,
     )  # fmt: skip
@@ -177,10 +177,10 @@ def prior_axes(log_prior: Tensor | None) -> int:
 
 
 def key_bias(
-    keys: Tensor, narrow_keys: Tensor, far: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None,
+    keys: Tensor, factors: Tensor, overflow: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None,
     inverse_variance: float, key_mask: Tensor | None, packed: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,M,Nk') and, unless they are empty, `narrow_keys` (G,M,Nk') and `far` (G,2); see `bias_kernel`.
+    """Fill `keys` (G,M,Nk') and, unless they are empty, `factors` (G,M,Nk') and `overflow` (G,2); see `bias_kernel`.
 
     `packed` holds the spans of packed rows, for which the row stride takes the place of the batch stride, or is None.
     """
@@ -188,31 +188,31 @@ def key_bias(
     block, first = max(16, min(128, 8192 // block_width(width))), 0 if packed is None else -2
     launch(
         bias_kernel, (triton.cdiv(keys.shape[-1], block) * keys.shape[0],), key, log_prior, variance,
-        as_bytes(key_mask), packed, keys, narrow_keys, far, inverse_variance,
+        as_bytes(key_mask), packed, keys, factors, overflow, inverse_variance,
         (key.stride(first), key.stride(1), key.stride(3), key.stride(2)), heads, prior_positions(log_prior, num_keys),
         keys.shape[-1], num_warps=4,
         S=constants(
             D=width, BD=block_width(width), M=components, PRIOR_AXES=prior_axes(log_prior),
-            NARROW=narrow_keys.numel() > 0, BN=block,
+            NARROW=factors.numel() > 0, BN=block,
         ),
     )  # fmt: skip
 
 
 def shifted_bias(
-    keys: Tensor, narrow_keys: Tensor, rows: Tensor, far: Tensor, query: Tensor, key: Tensor, shift: Tensor,
+    keys: Tensor, factors: Tensor, rows: Tensor, overflow: Tensor, query: Tensor, key: Tensor, shift: Tensor,
     log_prior: Tensor | None, inverse_variance: float, key_mask: Tensor | None, hard: bool, packed: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `keys`, `narrow_keys` unless empty, `rows` and `far`; see `shifted_bias_kernel` and `key_bias`."""
+    """Fill `keys`, `factors` unless empty, `rows` and `overflow`; see `shifted_bias_kernel` and `key_bias`."""
     heads, width, first = query.shape[1], query.shape[-1], 0 if packed is None else -2
     launch(
-        shifted_bias_kernel, (far.shape[0] * (rows.shape[-1] + keys.shape[-1]) // BLOCK,), query, key, shift, log_prior,
-        as_bytes(key_mask), packed, keys, narrow_keys, rows, far, inverse_variance,
+        shifted_bias_kernel, (overflow.shape[0] * (rows.shape[-1] + keys.shape[-1]) // BLOCK,), query, key, shift, log_prior,
+        as_bytes(key_mask), packed, keys, factors, rows, overflow, inverse_variance,
         14.0 if query.dtype == torch.float16 else 30.0, (query.stride(first), *query.stride()[1:3]),
         (key.stride(first), *key.stride()[1:3]), heads, query.shape[2], prior_positions(log_prior, key.shape[2]),
         rows.shape[-1], keys.shape[-1], num_warps=4,
         S=constants(
             D=width, BD=block_width(width), M=shift.shape[1], PRIOR_AXES=prior_axes(log_prior), HARD=hard,
-            NARROW=narrow_keys.numel() > 0, BN=BLOCK,
+            NARROW=factors.numel() > 0, BN=BLOCK,
         ),
     )  # fmt: skip
 
@@ -289,21 +289,21 @@ def spans(
 
 
 @triton.jit
-def columns_kernel(NARROW_KEYS, KEY_COLUMNS, padded_keys, M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Transpose NARROW_KEYS (G,M,Nk') to KEY_COLUMNS (G,Nk',COLUMNS), padded with zeros."""
+def columns_kernel(FACTORS, KEY_COLUMNS, padded_keys, M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Transpose FACTORS (G,M,Nk') to KEY_COLUMNS (G,Nk',COLUMNS), padded with zeros."""
     blocks, o_column = padded_keys // BLOCK, tl.arange(0, COLUMNS)
     i_bh, o_n = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     block = tl.zeros([BLOCK, COLUMNS], tl.bfloat16)
     for r in tl.static_range(M):
-        vector = tl.load(NARROW_KEYS + (i_bh * M + r) * padded_keys + o_n)
+        vector = tl.load(FACTORS + (i_bh * M + r) * padded_keys + o_n)
         block = tl.where(o_column[None, :] == r, vector[:, None], block)
     tl.store(KEY_COLUMNS + (i_bh * padded_keys + o_n)[:, None] * COLUMNS + o_column[None, :], block)
 
 
-def side_by_side(narrow_keys: Tensor, columns: int) -> Tensor:
-    """Return `narrow_keys` (G,M,Nk') transposed to (G,Nk',columns), padded with zeros."""
-    groups, components, padded_keys = narrow_keys.shape
-    result = narrow_keys.new_empty(groups, padded_keys, columns)
+def side_by_side(factors: Tensor, columns: int) -> Tensor:
+    """Return `factors` (G,M,Nk') transposed to (G,Nk',columns), padded with zeros."""
+    groups, components, padded_keys = factors.shape
+    result = factors.new_empty(groups, padded_keys, columns)
     grid = (groups * padded_keys // 128,)
-    launch(columns_kernel, grid, narrow_keys, result, padded_keys, components, columns, 128)
+    launch(columns_kernel, grid, factors, result, padded_keys, components, columns, 128)
     return result

@@ -550,9 +550,9 @@ def sizes(name: str, width: int) -> dict[str, Any]:
     return {"BM": queries, "BN": keys, "STAGES": stages, "D": width}
 
 
-def weights(keys: Tensor, narrow_keys: Tensor, hard: bool, width: int) -> TensorDescriptor:
+def weights(keys: Tensor, factors: Tensor, hard: bool, width: int) -> TensorDescriptor:
     """What is added to scores, or multiplied with their exponentials."""
-    return lines(keys, width, ROW32) if hard else lines(narrow_keys, width, ROW16)
+    return lines(keys, width, ROW32) if hard else lines(factors, width, ROW16)
 
 
 def forward(p: Problem, saved: Saved) -> None:

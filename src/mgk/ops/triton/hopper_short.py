@@ -40,7 +40,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # before a loop, or
 BLOCK = gl.constexpr(64)  # queries or keys of a tile, 16 for each warp
 COLUMNS = gl.constexpr(8)  # of the products that sum rows
 LOG2E = gl.constexpr(primitives.LOG2E.value)
-LIGHT_KEYS, LIGHT_ROWS = gl.constexpr(bias.LIGHT_KEYS.value), gl.constexpr(bias.LIGHT_ROWS.value)
+FAST_KEYS, FAST_ROWS = gl.constexpr(bias.FAST_KEYS.value), gl.constexpr(bias.FAST_ROWS.value)
 WIDTHS = (16, 32)
 # Of products of one warp, what is on their left and right, and vectors along their rows and columns; of shared memory.
 PRODUCT = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -209,7 +209,7 @@ def forward_kernel(
         log_0 = log_weights(key, p_shift, p_prior, t, 0, inverse_variance, num_keys, D, PRIOR_AXES, flat) - top
         log_1 = log_weights(key, p_shift, p_prior, t, 1, inverse_variance, num_keys, D, PRIOR_AXES, flat) - top
         largest = gl.maximum(log_0, log_1)
-        beyond = gl.maximum(beyond, gl.where(taken, gl.maximum(largest - 4.0, -LIGHT_KEYS - largest), -1.0))
+        beyond = gl.maximum(beyond, gl.where(taken, gl.maximum(largest - 4.0, -FAST_KEYS - largest), -1.0))
         w_0, w_1 = gl.where(taken, gl.exp2(log_0), 0.0), gl.where(taken, gl.exp2(log_1), 0.0)
         gl.store(p_keys + padded_keys + o_n, w_0)
         gl.store(p_keys + 2 * padded_keys + o_n, w_1)
@@ -229,7 +229,7 @@ def forward_kernel(
         first = gl.sum(query * b_0[None, :], 1) * unit
         lead = gl.sum(query * b_1[None, :], 1) * unit - first
         rho = gl.exp2(lead)
-        beyond = gl.maximum(beyond, gl.maximum(lead - LIGHT_ROWS, -LIGHT_ROWS - lead))
+        beyond = gl.maximum(beyond, gl.maximum(lead - FAST_ROWS, -FAST_ROWS - lead))
         gl.store(p_rows + 2 * padded_queries + o_m, lead if BEST else rho)
         q_s.index(t).store(b_q)
         bound_s.index(t).store(gl.sum(query * query, 1) * (0.5 * unit) - first)

@@ -1,4 +1,4 @@
-"""What every launcher does to its tensors before a kernel sees them."""
+"""What launchers do to tensors before a kernel sees them, and the memory they allocate."""
 
 from __future__ import annotations
 
@@ -28,3 +28,27 @@ def draw_seed(dropout_p: float, query: Tensor) -> Tensor | None:
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
     """p * 2^32 as the signed number with these 32 bits, and 1 / (1 - p)."""
     return (int(dropout_p * 2**32) + 2**31) % 2**32 - 2**31, 1 / (1 - dropout_p)
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def empty_like_layout(tensor: Tensor, *shape: int) -> Tensor:
+    """Uninitialised memory of a shape, with the axes in the order that `tensor` has them in memory."""
+    strides, step = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (tensor.stride(axis), -axis)):
+        strides[axis], step = step, step * max(1, shape[axis])
+    return torch.empty_strided(shape, strides, device=tensor.device, dtype=tensor.dtype)
+
+
+def zero_gradients(*tensors: Tensor | None) -> list[Tensor | None]:
+    """For an output without entries, which depends on nothing."""
+    return [None if tensor is None else torch.zeros_like(tensor) for tensor in tensors]
+
+
+def lengths(query: Tensor, key: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, int, int]:
+    """B, Nq and Nk; of packed sequences their number and the greatest length."""
+    if cu_seqlens is None:
+        return query.shape[0], query.shape[2], key.shape[-2]
+    return cu_seqlens.shape[0] - 1, max_seqlen, max_seqlen

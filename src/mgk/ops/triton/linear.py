@@ -33,9 +33,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.dispatch import block_width
 from mgk.ops.operator import operator
-from mgk.ops.triton import contiguous, lengths, like, no_gradient
 from mgk.ops.triton.bias import prior_positions, spans
-from mgk.ops.triton.host import as_bytes, dense, dot_precision
+from mgk.ops.triton.host import as_bytes, contiguous, dense, dot_precision, empty_like_layout, lengths, zero_gradients
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.loads import (
     active_rows,
@@ -474,7 +473,7 @@ def linear_backward(
 def linear_results(query: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Allocate the output and the state."""
     (batch, heads, num_queries, width), value_width = query.shape, value.shape[-1]
-    output = like(query, batch, heads, num_queries, value_width)
+    output = empty_like_layout(query, batch, heads, num_queries, value_width)
     if cu_seqlens is not None:
         batch, output = cu_seqlens.shape[0] - 1, output.zero_()  # no program writes rows after the last sequence
     return output, query.new_empty(batch * heads, value_width + 2, width, dtype=torch.float32)
@@ -530,7 +529,7 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 def linear_autograd(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     query, key, shift, value, log_prior, *_rest = ctx.saved_tensors
     if not grad.numel():
-        return *no_gradient(query, key, shift, value, log_prior), *[None] * 3
+        return *zero_gradients(query, key, shift, value, log_prior), *[None] * 3
     grads = linear_backward(dense(grad), *ctx.saved_tensors, ctx.max_seqlen)
     return *input_gradients(grads, shift, log_prior), *[None] * 3
 

@@ -16,7 +16,7 @@ from mgk.ops.dispatch import block_width
 from mgk.ops.operator import operator
 from mgk.ops.triton import launch_projected, launch_shifted
 from mgk.ops.triton.decode import decode_attention
-from mgk.ops.triton.host import dense
+from mgk.ops.triton.host import dense, zero_gradients
 from mgk.ops.triton.problem import Problem
 
 Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -133,11 +133,6 @@ def prior_grad(total: Tensor, by_position: Tensor, log_prior: Tensor | None, har
     if hard:
         return torch.zeros_like(log_prior)
     return (by_position.sum(0) if log_prior.dim() == 3 else total).to(log_prior.dtype)
-
-
-def zero_gradients(*tensors: Tensor | None) -> list[Tensor | None]:
-    """For an output without entries, which depends on nothing."""
-    return [None if tensor is None else torch.zeros_like(tensor) for tensor in tensors]
 
 
 def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mgk.ops import dispatch
 from mgk.ops.dispatch import OVERFLOWING, Call, Launch, Plan, Tile, block_width
 from mgk.ops.triton.bias import prior_positions, spans
-from mgk.ops.triton.host import dot_precision, dropout_numbers
+from mgk.ops.triton.host import dot_precision, dropout_numbers, empty_like_layout, lengths
 from mgk.ops.triton.primitives import PAD
 from mgk.ops.triton.settings import Settings
 
@@ -74,9 +74,7 @@ class Problem:
     @cached_property
     def lengths(self) -> tuple[int, int, int]:
         """B, Nq and Nk; of packed sequences their number and the greatest length."""
-        if self.cu_seqlens is None:
-            return self.query.shape[0], self.query.shape[2], self.key.shape[-2]
-        return self.cu_seqlens.shape[0] - 1, self.max_seqlen, self.max_seqlen
+        return lengths(self.query, self.key, self.cu_seqlens, self.max_seqlen)
 
     @property
     def groups(self) -> int:
@@ -174,14 +172,6 @@ def lanes(tile: Tile) -> int:
 def padded(length: int) -> int:
     """A length padded to whole tiles of any size in use."""
     return -(-length // PAD.value) * PAD.value
-
-
-def empty_like_layout(tensor: Tensor, *shape: int) -> Tensor:
-    """Uninitialised memory of a shape, with the axes in the order that `tensor` has them in memory."""
-    strides, step = [0] * len(shape), 1
-    for axis in sorted(range(len(shape)), key=lambda axis: (tensor.stride(axis), -axis)):
-        strides[axis], step = step, step * max(1, shape[axis])
-    return torch.empty_strided(shape, strides, device=tensor.device, dtype=tensor.dtype)
 
 
 def strides(*tensors: Tensor, packed: bool = False) -> tuple[int, ...]:

@@ -37,8 +37,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mgk.ops.dispatch import block_width
 from mgk.ops.linear import CHUNK
 from mgk.ops.operator import operator
-from mgk.ops.triton import contiguous, like, no_gradient
-from mgk.ops.triton.host import as_bytes, dense
+from mgk.ops.triton.host import as_bytes, contiguous, dense, empty_like_layout, zero_gradients
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.linear import (
     LOWEST,
@@ -381,7 +380,7 @@ def scan_backward(
 @scan_forward.register_fake
 def scan_result(query: Tensor, key: Any, shift: Any, value: Tensor, *_: Any) -> Tensor:
     """Allocate the output."""
-    return like(query, *query.shape[:3], value.shape[-1])
+    return empty_like_layout(query, *query.shape[:3], value.shape[-1])
 
 
 scan_backward.register_fake(fake_gradients)
@@ -395,7 +394,7 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def scan_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     query, key, shift, value, log_prior, _ = ctx.saved_tensors
     if not grad.numel():
-        return *no_gradient(query, key, shift, value, log_prior), None
+        return *zero_gradients(query, key, shift, value, log_prior), None
     return *input_gradients(scan_backward(dense(grad), *ctx.saved_tensors), shift, log_prior), None
 
 
