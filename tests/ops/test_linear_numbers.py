@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgk.ops import linear
+from mgk.ops import linear_forms
 from mgk.ops.linear import linear_step, mlk_attention, smlk_attention
 from tests.ops.linear_cases import FAVOR, MAPS, Inputs, agree, dense, everywhere, feed, gradients, inputs, numbers
 
@@ -21,7 +21,7 @@ from tests.ops.linear_cases import FAVOR, MAPS, Inputs, agree, dense, everywhere
 @pytest.mark.parametrize("is_causal", [False, True])
 @everywhere
 def test_gradcheck(impl: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "CHUNK", 2)
+    monkeypatch.setattr(linear_forms, "CHUNK", 2)
     query, key, value, log_prior = inputs(B=1, Nq=3, Nk=4, D=2, Dv=2).values()
     shift, mask = numbers(2, 2, 2, seed=5).requires_grad_(), torch.tensor([[True, False, True, True]])
 
@@ -39,7 +39,7 @@ def test_gradcheck(impl: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_constant_takes_no_part_in_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
     """One derivative after another, of the queries alone."""
-    monkeypatch.setattr(linear, "CHUNK", 2)
+    monkeypatch.setattr(linear_forms, "CHUNK", 2)
     query, key, value, log_prior = (x.detach() for x in inputs(B=1, Nq=5, Nk=5).values())
     second = []
     for impl in ("reference", "blockwise"):
@@ -63,7 +63,7 @@ def test_nothing_to_read_is_zero_and_has_gradients_of_zero(impl: str, sizes: dic
 
 def test_causal_attention_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """With entries of 300 too, where one scale does not do for a chunk."""
-    monkeypatch.setattr(linear, "CHUNK", 4)
+    monkeypatch.setattr(linear_forms, "CHUNK", 4)
     torch.compiler.reset()
     compiled = torch.compile(mlk_attention, fullgraph=True, backend="aot_eager")
     for scale in (1.0, 300.0):
@@ -113,7 +113,7 @@ def test_autocast_changes_nothing() -> None:
 @pytest.mark.parametrize("which", range(len(MAPS)))
 def test_functional_gradients(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of causal attention, for all samples together and one by one."""
-    monkeypatch.setattr(linear, "CHUNK", 4)
+    monkeypatch.setattr(linear_forms, "CHUNK", 4)
     query, key, value, log_prior = (x.detach() for x in inputs(B=3, Nq=10, Nk=10, prior="head").values())
 
     def loss(query: Tensor, key: Tensor, value: Tensor, impl: str = "blockwise") -> Tensor:

@@ -1,4 +1,4 @@
-"""What every implementation of the operators shares.
+"""Helpers that all implementations of the operators share.
 
 B batch, H heads, M components, Nk keys, D width of a head.
 """
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 Variance = float | Tensor
-MAX_QUERIES = 16  # that kernels for decoding take
-# From so many rows on, if they are no wider, our kernels sum columns faster than PyTorch, which has too few blocks.
+MAX_QUERIES = 16  # of the kernels for decoding
+# With at least MANY_ROWS rows of at most NARROW columns, our kernels sum columns faster than PyTorch does.
 MANY_ROWS, NARROW = 1 << 13, 1024
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision accumulates in float32; every other float type in itself."""
+    """The dtype to compute in: float32 for half precision, otherwise `dtype` itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def autocasts(tensor: Tensor) -> bool:
-    """Whether autocast is on where the tensor is; on meta there is none, and asking is an error."""
+    """Whether autocast is enabled for the tensor's device. The meta device has no autocast."""
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Operators compute in the types they are given. Switching off what is off takes longer than a launch."""
+    """A context that disables autocast if it is enabled. The check is cheaper than always entering the context."""
     return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else nullcontext()
 
 

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mgk.ops.linear import CHUNK
+from mgk.ops.linear_forms import CHUNK
 from mgk.ops.operator import operator
 from mgk.ops.triton import contiguous, like, no_gradient, strides
 from mgk.ops.triton.decode import alive_places, load_alive
