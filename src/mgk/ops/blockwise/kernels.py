@@ -214,18 +214,33 @@ class Mixture(Kernel):
 
 
 class HardMixture(Mixture):
-    """The maximum over r in place of the sum."""
+    """The maximum over r in place of the sum.
+
+    The winner is decided before the row offset is subtracted: beside it, small differences would be rounded away. The
+    part of the row bias that all components share becomes part of the offset.
+    """
+
+    weights, largest_seen = Kernel.weights, Kernel.largest_seen
+
+    def set_row_offset(self, offset: Tensor) -> None:
+        super().set_row_offset(offset)
+        if self.row_bias is None:
+            self.rows, self.row_offset = torch.zeros_like(self.rows), offset
+        else:
+            shared = self.row_bias.amax(1)
+            self.rows, self.row_offset = self.row_bias - shared[:, None], offset - shared
+
+    def select(self, heads: slice) -> None:
+        super().select(heads)
+        self.row_offsets = column_views(self.row_offset[heads, None])
 
     def exponent(self, block: Block, keys: Span) -> Tensor:
-        return self.combine(torch.maximum, self.scores(block, keys))
-
-    def weights(self, block: Block, keys: Span) -> Tensor:
-        return Kernel.weights(self, block, keys)
+        return self.combine(torch.maximum, self.scores(block, keys)).sub_(self.row_offsets[block.queries])
 
     def replace_by_gradient(self, scores: Tensor, block: Block, keys: Span, grad: WeightGradient) -> None:
         parts = self.scratch.components(scores, self.components)
         best = prefix_maxima(parts, self.scratch, parts[0].shape)
-        weights = self.scratch("combined", *parts[0].shape).copy_(best[-1])
+        weights = torch.sub(best[-1], self.row_offsets[block.queries], out=self.scratch("combined", *parts[0].shape))
         self.hide(self.exponential(weights), block, keys)
         left = grad.of(block, keys, weights).mul_(weights)
         for part, earlier in zip(parts[:0:-1], best[-2::-1], strict=True):

@@ -69,6 +69,7 @@ def make_kernel(
     if row_bias is not None and key.shape[1] < key_bias.shape[1]:  # the components share one key
         shifted = ShiftedHard if hard else ShiftedSoft
         return shifted(query, key, row_bias, key_bias, lowest, scratch)
+    hard = hard and key.shape[1] > 1
     return (HardMixture if hard else Mixture)(query, key, row_bias, key_bias, lowest, scratch)
 
 
