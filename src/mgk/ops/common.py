@@ -32,6 +32,13 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else nullcontext()
 
 
+def zero_masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero the positions of a (B,...,N,D) tensor where the (B,N) mask is False: a NaN there must not reach a sum."""
+    if mask is None:
+        return tensor
+    return tensor.masked_fill(~mask.view(mask.shape[0], *[1] * (tensor.dim() - 3), mask.shape[1], 1), 0)
+
+
 def shifted_keys(key: Tensor, shift: Tensor) -> Tensor:
     """k_jr = k_j + b_r: (B,H,Nk,D) and (H,M,D) -> (B,H,M,Nk,D), in the dtype of the computation."""
     dtype = compute_dtype(key.dtype)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
-from mgk.ops.common import compute_dtype, shifted_keys, without_autocast
+from mgk.ops.common import compute_dtype, shifted_keys, without_autocast, zero_masked
 from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, dpfp, remove_zeros
 
 CHUNK = 128
@@ -59,6 +59,7 @@ def prepare(
     The column of ones makes the denominator the last column of every sum.
     """
     dtype = compute_dtype(query.dtype)
+    key, value = zero_masked(key, mask), zero_masked(value, mask)
     key = key.to(dtype) if shift is None else shifted_keys(key, shift)
     queries, keys = (apply_feature_map(phi, x) for x in (query.to(dtype)[:, :, None], key))
     if phi is dpfp and (with_state or may_underflow(add_prior(keys.exponent[..., :1], prior))):

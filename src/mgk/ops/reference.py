@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.common import Variance, compute_dtype, shifted_keys
+from mgk.ops.common import Variance, compute_dtype, shifted_keys, zero_masked
 
 
 def visible_pairs(
@@ -32,7 +32,9 @@ def visible_pairs(
 def log_weights(query: Tensor, key: Tensor, log_prior: Tensor | None, variance: Variance) -> Tensor:
     """l[i,j,r] = log prior[j,r] - |q_i - k_jr|^2 / (2 s2_r), Eqns 7-9, as (B,H,M,Nq,Nk)."""
     dtype = compute_dtype(query.dtype)
-    query, key = query.to(dtype)[:, :, None], key.to(dtype)  # (B,H,1,Nq,D), (B,H,M,Nk,D)
+    # An infinity counts as NaN: the expanded distance would be NaN for some of its pairs and infinite for others.
+    query, key = (x.to(dtype).masked_fill(x.isinf(), torch.nan) for x in (query, key))
+    query = query[:, :, None]  # (B,H,1,Nq,D) beside (B,H,M,Nk,D)
     distance = query.square().sum(-1)[..., :, None] - 2 * query @ key.mT + key.square().sum(-1)[..., None, :]
     if isinstance(variance, Tensor):
         variance = variance.to(dtype)[None, :, :, None, None]
@@ -109,6 +111,7 @@ def component_statistics(
     query_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of Eqn 13 over i: gamma (B,H,M,Nk), gamma q_i (B,H,M,Nk,D) and gamma |q_i|^2 (B,H,M,Nk)."""
+    query, key = zero_masked(query, query_mask), zero_masked(key, key_mask)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     gamma = responsibilities(query, key, log_prior, variance, visible).mT  # (B,H,M,Nk,Nq)
     query = query.to(gamma.dtype)[:, :, None]
@@ -128,6 +131,7 @@ def mgk_attention(
     query_mask: Tensor | None = None,
 ) -> Tensor:
     """h_i = sum_j A[i,j] v_j, Eqn 10."""
+    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     weights = attention_weights(query, key, log_prior, variance, e_step, visible)
     weights = torch.nn.functional.dropout(weights, dropout_p)

@@ -19,7 +19,7 @@ from torch import Tensor
 from mgk.ops.blockwise.forms import flatten_heads, mixture_form, require_cpu, shifted_form
 from mgk.ops.blockwise.operators import attention
 from mgk.ops.blockwise.statistics import component_statistics, prior_statistics
-from mgk.ops.common import Variance, shifted_keys
+from mgk.ops.common import Variance, shifted_keys, zero_masked
 
 __all__ = ["component_statistics", "mgk_attention", "prior_statistics", "smgk_attention"]
 
@@ -29,6 +29,7 @@ def mgk_attention(
     is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     require_cpu(query)
+    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
     form = mixture_form(query, key, log_prior if e_step == "soft" else None, variance, key_mask)
     return _attend(form, query, value, log_prior, e_step, is_causal, dropout_p, query_mask)
 
@@ -43,6 +44,7 @@ def smgk_attention(
         return mgk_attention(
             query, keys, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask
         )
+    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
     form = shifted_form(query, key, shift, log_prior if e_step == "soft" else None, variance, key_mask)
     return _attend(form, query, value, log_prior, e_step, is_causal, dropout_p, query_mask)
 

@@ -42,7 +42,7 @@ def shifted_form(
     log_u = q.b / s2 is the row bias, log_w = log prior - |k + b|^2 / (2 s2) the key bias.
     """
     dtype = compute_dtype(query.dtype)
-    shift, query, key = shift.to(dtype), query.to(dtype), key.to(dtype)
+    shift, query, key = shift.to(dtype).masked_fill(shift.isinf(), torch.nan), query.to(dtype), key.to(dtype)
     log_u = flatten_heads(shift / variance @ query.mT)
     key_shift = shift @ key.mT + shift.square().sum(-1, keepdim=True) / 2  # b.k + |b|^2 / 2
     log_w = flatten_heads((key_shift + key.square().sum(-1)[:, :, None] / 2) / -variance)
@@ -71,6 +71,14 @@ def with_prior(key_bias: Tensor, log_prior: Tensor | None, key_mask: Tensor | No
         hidden = (~key_mask).repeat_interleave(key_bias.shape[0] // max(1, key_mask.shape[0]), 0)
         key_bias = key_bias.masked_fill(hidden[:, None], -torch.inf)
     return key_bias, prior_bound
+
+
+def spread_infinities(query: Tensor, key: Tensor, key_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace infinities by NaN, also in the bias of such a key: -inf would mean that the key is hidden."""
+    if bool((query.sum() + key.sum()).isfinite()):
+        return query, key, key_bias
+    query, key = (x.masked_fill(x.isinf(), torch.nan) for x in (query, key))
+    return query, key, key_bias.masked_fill(key.isnan().any(-1), torch.nan)
 
 
 def flatten_heads(tensor: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class Kernel:
         )
         norms = [torch.linalg.vector_norm(x, dim=-1).flatten(1).amax(1) for x in (query, key)]
         self.largest_product = (norms[0] * norms[1]).max().item()
+        self.finite = math.isfinite(self.largest_product + self.largest_bias.sum().item())
 
     def limit_weights(self, value: Tensor) -> None:
         """Lower the highest exponent that is in range, so that sums of weights times `value` (G,Nk,Dv) are finite."""
@@ -104,15 +105,22 @@ class Kernel:
         """Write 0 for hidden and future keys, to weights (g*M,nk,nq) of all components or (g,nk,nq) of pairs."""
         if self.visible is not None:
             visible = self.visible[block.heads, :, slice(*keys)]
-            weights *= visible.flatten(0, 1) if weights.shape[0] > visible.shape[0] else visible[:, 0]
+            self.keep(weights, visible.flatten(0, 1) if weights.shape[0] > visible.shape[0] else visible[:, 0])
         return self.hide_future(weights, block, keys)
 
     def hide_future(self, weights: Tensor, block: Block, keys: Span) -> Tensor:
         start, stop = block.after_diagonal(keys)
         if stop > 1:
-            some = weights[:, max(0, -start) :]
-            some *= self.scratch.triangle(block.queries.size)[:, max(0, start) : stop]
+            past = self.scratch.triangle(block.queries.size)[:, max(0, start) : stop]
+            self.keep(weights[:, max(0, -start) :], past)
         return weights
+
+    def keep(self, weights: Tensor, kept: Tensor) -> None:
+        """Write 0 where `kept` is 0, also in place of NaN."""
+        if self.finite:
+            weights *= kept
+        else:
+            weights.masked_fill_(kept == 0, 0)
 
     def exponent(self, block: Block, keys: Span) -> Tensor:
         """The exponent of a pair, or the largest of its components: (g,nk,nq)."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mgk.ops.blockwise.attend import attend, attend_backward, backward_offset
 from mgk.ops.blockwise.blocks import Scratch
+from mgk.ops.blockwise.forms import spread_infinities
 from mgk.ops.blockwise.kernels import LOWEST, HardMixture, Kernel, Mixture
 from mgk.ops.blockwise.shifted import ShiftedHard, ShiftedSoft
 from mgk.ops.blockwise.weights import Dropout, WeightGradient
@@ -28,7 +29,8 @@ def attention(
     causal: bool, dropout_p: float, seed: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output (G,Nq,Dv), and what backward needs of each row, (3,G,Nq). `bound` (G,Nq) bounds the exponents."""
-    active = key_bias.amax(1) > -torch.inf
+    query, key, key_bias = spread_infinities(query, key, key_bias)
+    active = key_bias.amax(1) != -torch.inf
     if not (bound.numel() and active.numel()):
         return value.new_zeros(*bound.shape, value.shape[-1]), torch.stack([bound * 0, bound * 0 + 1, bound * 0])
     kernel = make_kernel(query, key, row_bias, key_bias, hard, LOWEST[value.dtype], Scratch(value))
@@ -42,7 +44,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key, row_bias (empty if there is none), key_bias and value."""
     offset, total, as_mixture = rows
-    active, scratch = key_bias.amax(1) > -torch.inf, Scratch(value)
+    query, key, key_bias = spread_infinities(query, key, key_bias)
+    active, scratch = key_bias.amax(1) != -torch.inf, Scratch(value)
     if not (offset.numel() and active.numel()):
         row = query.new_empty(0) if row_bias is None else row_bias
         a, b, c, d, e = (torch.zeros_like(x) for x in (query, key, row, key_bias, value))

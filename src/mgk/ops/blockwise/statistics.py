@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mgk.ops.blockwise.blocks import make_blocks
-from mgk.ops.blockwise.forms import flatten_heads, mixture_form, require_cpu, shifted_form
-from mgk.ops.common import Variance, compute_dtype, shifted_keys
+from mgk.ops.blockwise.forms import flatten_heads, mixture_form, require_cpu, shifted_form, spread_infinities
+from mgk.ops.common import Variance, compute_dtype, shifted_keys, zero_masked
 
 
 def prior_statistics(
@@ -50,19 +50,21 @@ def component_sums(
 
     For shifted keys with one variance q.k cancels: gamma = softmax_r(log_u + log_w), without a score product.
     """
+    query, key = zero_masked(query, query_mask), zero_masked(key, key_mask)
     products = shift is None or isinstance(variance, Tensor)
     if shift is None or isinstance(variance, Tensor):
         key = key if shift is None else shifted_keys(key, shift)
         scaled, keys, row, column, _ = mixture_form(query, key, log_prior, variance, key_mask)
     else:
         scaled, keys, row, column, _ = shifted_form(query, key, shift, log_prior, variance, key_mask)
+    scaled, keys, column = spread_infinities(scaled, keys, column)
     queries = flatten_heads(query)
     powers = queries.new_ones(*queries.shape[:2], 1)
     if query_mask is not None:
         powers = query_mask.to(powers.dtype).repeat_interleave(query.shape[1], 0)[..., None]
     if moments:
         powers = torch.cat([queries, queries.square().sum(-1, keepdim=True), powers], -1) * powers  # q, |q|^2, 1
-    sums, active = powers.new_zeros(*column.shape, powers.shape[-1]), column.amax(1) > -torch.inf
+    sums, active = powers.new_zeros(*column.shape, powers.shape[-1]), column.amax(1) != -torch.inf
     for block in make_blocks(queries.shape[1], active, is_causal, column.shape[1]):
         heads, rows = block.place
         for at in block.keys:
