@@ -141,6 +141,22 @@ def test_shapes_alone_need_no_numbers(is_causal: bool) -> None:
         assert output.shape == (1, 2, 6, 3)
 
 
+@pytest.mark.parametrize("e_step", ["soft", "hard"])
+@pytest.mark.parametrize("name", ["mgk_attention", "smgk_attention", "mlk_attention", "smlk_attention"])
+def test_fake_tensors_with_a_prior_and_a_variance(name: str, e_step: str) -> None:
+    """Forward and backward: no check or decision reads values that are not there."""
+    with FakeTensorMode():
+        sizes = ((1, 2, 200, 4), (1, 2, 200, 4), (1, 2, 200, 3), (2, 3, 4), (2, 3), (2, 3))
+        query, key, value, shift, log_prior, variance = (torch.empty(size, requires_grad=True) for size in sizes)
+        keys = (key, shift) if name.startswith("s") else (key[:, :, None].expand(-1, -1, 3, -1, -1),)
+        options: dict[str, Any] = {} if "mlk" in name else {"e_step": e_step, "variance": variance}
+        output = getattr(mgk, name)(query, *keys, value, log_prior, is_causal=True, **options)
+        assert output.shape == (1, 2, 200, 3)
+        output.sum().backward()
+        assert query.grad is not None
+        assert query.grad.shape == query.shape
+
+
 def test_a_second_derivative_is_an_error() -> None:
     x = torch.randn(5, requires_grad=True)
     (first,) = torch.autograd.grad(scaled(x, 2.0)[0].square().sum(), x, create_graph=True)

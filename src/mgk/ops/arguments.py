@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 
 E_STEPS = ("soft", "hard")
 
@@ -167,6 +168,11 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether Python code may branch on the values of `tensor`: nothing is traced, and it is neither meta nor fake."""
+    return not (is_traced() or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether Python code may branch on the values of `tensor` without a synchronisation."""
-    return tensor.device.type == "cpu" and not is_traced()
+    return tensor.device.type == "cpu" and has_values(tensor)

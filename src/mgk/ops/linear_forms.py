@@ -187,7 +187,7 @@ def chunk(
 
 def one_scale_suffices(query: ScaledFeatures, first: Tensor, m: Tensor) -> bool:
     """Whether the c_f of a chunk leaves half of the number range to every query, which sees `first` at least."""
-    if check.is_traced() or m.is_meta:  # no decision may depend on values
+    if not check.has_values(m):
         return False
     lost = m - query_scale(query.exponent + first)
     return not bool((lost > half_range(m.dtype)).any())
