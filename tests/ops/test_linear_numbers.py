@@ -98,13 +98,14 @@ def test_half_precision_is_no_worse_than_eager_code(impl: str, is_causal: bool, 
     assert (error <= rounding * 1.01 + 1e-5).all()  # 1e-5: float32 sums of 130 terms of size 1
 
 
-def test_autocast_changes_nothing() -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_autocast_changes_nothing(is_causal: bool) -> None:
     arguments = {name: x.detach().float().requires_grad_() for name, x in inputs(Nq=7).items()}
     with torch.autocast("cpu", torch.bfloat16):
-        inside = mlk_attention(**arguments, is_causal=True)
+        inside = mlk_attention(**arguments, is_causal=is_causal)
         stepped, _ = linear_step(None, *arguments.values())
         grads = gradients(inside, arguments)
-    outside = mlk_attention(**arguments, is_causal=True)
+    outside = mlk_attention(**arguments, is_causal=is_causal)
     assert torch.equal(inside, outside)
     assert torch.equal(stepped, linear_step(None, *arguments.values())[0])
     assert all(map(torch.equal, grads, gradients(outside, arguments)))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgk.ops.arguments import is_traced
+
 Variance = float | Tensor
 MAX_QUERIES = 16  # of the kernels for decoding
 # With at least MANY_ROWS rows of at most NARROW columns, our kernels sum columns faster than PyTorch does.
@@ -30,6 +32,29 @@ def autocasts(tensor: Tensor) -> bool:
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context that disables autocast if it is enabled. The check is cheaper than always entering the context."""
     return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else nullcontext()
+
+
+class Matmul(torch.autograd.Function):
+    """left @ right. PyTorch's own backward would round to half precision inside an autocast region."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+        ctx.save_for_backward(left, right)
+        return left @ right
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = ctx.saved_tensors
+        with without_autocast(grad):
+            return (
+                matmul(grad, right.mT).sum_to_size(left.shape),
+                matmul(left.mT, grad).sum_to_size(right.shape),
+            )
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right; its gradients are computed in the dtype of the operands even inside an autocast region."""
+    return left @ right if is_traced() else Matmul.apply(left, right)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def zero_masked(tensor: Tensor, mask: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mgk.ops import arguments as check
-from mgk.ops.common import compute_dtype, shifted_keys, without_autocast, zero_masked
+from mgk.ops.common import compute_dtype, matmul, shifted_keys, without_autocast, zero_masked
 from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, dpfp, remove_zeros
 
 CHUNK = 128
@@ -142,7 +142,7 @@ def blockwise(query: ScaledFeatures, key: ScaledFeatures, value: Tensor, is_caus
     sums, exponent = add_keys(key.at(earlier), value[:, :, earlier], *state_sums(None, query, value))
     if not is_causal:
         m = query_scale(query.exponent + exponent)
-        return query.times_exp(exponent - m) @ sums
+        return matmul(query.times_exp(exponent - m), sums)
     reads = query.at(slice(num_queries - shared, None))
     output, _, _ = causal(reads, key.at(later), value[:, :, later], sums, exponent)
     return pad(output, (0, 0, num_queries - shared, 0))  # queries before the first key see nothing
@@ -167,7 +167,7 @@ def state_sums(state: LinearState | None, query: ScaledFeatures, value: Tensor) 
 def add_keys(key: ScaledFeatures, value: Tensor, sums: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
     """Add keys and values to the sums (B,H,F,Dv+1) and their exponents (B,H,1,F)."""
     c = torch.maximum(exponent, key_scale(key.exponent))
-    return sums * (exponent - c).exp().mT + key.times_exp(-c).mT @ value, c
+    return sums * (exponent - c).exp().mT + matmul(key.times_exp(-c).mT, value), c
 
 
 def chunk(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.common import Variance, compute_dtype
+from mgk.ops.common import Variance, compute_dtype, matmul
 
 
 def mixture_form(
@@ -43,8 +43,8 @@ def shifted_form(
     """
     dtype = compute_dtype(query.dtype)
     shift, query, key = shift.to(dtype).masked_fill(shift.isinf(), torch.nan), query.to(dtype), key.to(dtype)
-    log_u = flatten_heads(shift / variance @ query.mT)
-    key_shift = shift @ key.mT + shift.square().sum(-1, keepdim=True) / 2  # b.k + |b|^2 / 2
+    log_u = flatten_heads(matmul(shift / variance, query.mT))
+    key_shift = matmul(shift, key.mT) + shift.square().sum(-1, keepdim=True) / 2  # b.k + |b|^2 / 2
     log_w = flatten_heads((key_shift + key.square().sum(-1)[:, :, None] / 2) / -variance)
     log_w, prior_bound = with_prior(log_w, log_prior, key_mask)
     query = flatten_heads(query)
