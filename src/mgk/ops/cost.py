@@ -99,12 +99,16 @@ def attention_flops(d: Dimensions) -> Flops:
     """
     if d.variant in LINEAR:
         return linear_flops(d)
-    shifted = d.variant == "smgk"
-    scores = 2 * d.head_dim + 2 * d.M if shifted else 2 * d.head_dim * d.M
-    shifts = 2 * d.head_dim * d.M * (d.queries + d.keys) if shifted else 0
-    forward = d.P * (scores + 2 * d.Dv) + shifts
-    backward = d.P * (3 * scores + 4 * d.Dv) + 2 * shifts
-    return Flops(d.batch * d.heads * forward, d.batch * d.heads * backward)
+    pairs = pair_flops(d)
+    shifts = d.batch * d.heads * 2 * d.head_dim * d.M * (d.queries + d.keys) if d.variant == "smgk" else 0
+    return Flops(pairs.forward + shifts, pairs.backward + 2 * shifts)
+
+
+def pair_flops(d: Dimensions) -> Flops:
+    """The part of `attention_flops` that is spent on visible pairs."""
+    scores = 2 * d.head_dim + 2 * d.M if d.variant == "smgk" else 2 * d.head_dim * d.M
+    pairs = d.batch * d.heads * d.P
+    return Flops(pairs * (scores + 2 * d.Dv), pairs * (3 * scores + 4 * d.Dv))
 
 
 def linear_flops(d: Dimensions) -> Flops:

@@ -1,7 +1,7 @@
 """Mixture-key attention on the CPU, block by block: memory is linear in N, forward and backward.
 
     forms.py        arguments as queries, keys and biases (ordinary differentiable code)
-    operators.py    the torch.library operators for forward and backward
+    operators.py    the torch.library operators for forward and backward; flops.py: their FLOP formulas
     attend.py       the loops over blocks
     kernels.py      the exponents and weights of a block for component keys; shifted.py: for shifted keys
     weights.py      dropout, and the gradient with respect to the attention weights
@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mgk.ops.blockwise.flops import register_formulas
 from mgk.ops.blockwise.forms import flatten_heads, mixture_form, require_cpu, shifted_form
 from mgk.ops.blockwise.operators import attention
 from mgk.ops.blockwise.statistics import component_statistics, prior_statistics
@@ -56,6 +57,7 @@ def _attend(
     """Run the operator on a form (see forms.py). Return the output in the shape and dtype of `query`."""
     *tensors, bound = form
     seed = torch.randint(1 << 62, ()) if dropout_p else torch.zeros((), dtype=torch.long)
+    register_formulas()
     output: Tensor
     output, _ = attention(*tensors, flatten_heads(value), bound, e_step == "hard", is_causal, dropout_p, seed)
     if e_step == "hard" and log_prior is not None and log_prior.requires_grad:

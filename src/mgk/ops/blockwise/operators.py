@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mgk.ops.blockwise.attend import attend, attend_backward, backward_offset
 from mgk.ops.blockwise.blocks import Scratch
+from mgk.ops.blockwise.flops import register_formulas
 from mgk.ops.blockwise.forms import spread_infinities
 from mgk.ops.blockwise.kernels import LOWEST, HardMixture, Kernel, Mixture
 from mgk.ops.blockwise.shifted import ShiftedHard, ShiftedSoft
@@ -96,6 +97,7 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def attention_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    register_formulas()
     *tensors, seed = ctx.saved_tensors
     grad_query, grad_key, grad_row, grad_bias, grad_value = attention_backward(grad, *tensors, *ctx.options, seed)
     has_row = tensors[2] is not None
