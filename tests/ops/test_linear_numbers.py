@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgk.ops import linear_forms
@@ -125,6 +126,17 @@ def test_functional_gradients(which: int, monkeypatch: pytest.MonkeyPatch) -> No
     agree([torch.func.grad(loss)(query, key, value)], [expected])
     one_by_one = torch.func.vmap(torch.func.grad(loss))
     agree([one_by_one(query[:, None], key[:, None], value[:, None])[:, 0]], [expected])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forward mode of PyTorch loads torch.jit
+def test_forward_mode_of_the_parallel_form() -> None:
+    query, key, value, log_prior = (x.detach() for x in inputs().values())
+    results = []
+    for impl in ("blockwise", "reference"):
+        with forward_ad.dual_level():
+            output = mlk_attention(forward_ad.make_dual(query, query + 1), key, value, log_prior, impl=impl)
+            results.append(forward_ad.unpack_dual(output).tangent)
+    agree(results[:1], results[1:])
 
 
 def log_dense(

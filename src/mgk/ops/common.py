@@ -40,7 +40,13 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
         ctx.save_for_backward(left, right)
+        ctx.save_for_forward(left, right)
         return left @ right
+
+    @staticmethod
+    def jvp(ctx: Any, left_tangent: Tensor, right_tangent: Tensor) -> Tensor:
+        left, right = ctx.saved_tensors
+        return left_tangent @ right + left @ right_tangent
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
