@@ -46,7 +46,8 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, left_tangent: Tensor, right_tangent: Tensor) -> Tensor:
         left, right = ctx.saved_tensors
-        return left_tangent @ right + left @ right_tangent
+        tangent: Tensor = left_tangent @ right + left @ right_tangent
+        return tangent
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from mgk.ops import linear_forms as forms
 from mgk.ops.api import HAS_TRITON, IMPLEMENTATIONS, TRITON_DTYPES
 from mgk.ops.common import without_autocast
 from mgk.ops.feature_maps import FeatureMap, check_feature_map, elu
-from mgk.ops.linear_forms import LinearState
+from mgk.ops.linear_forms import LinearState as LinearState
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

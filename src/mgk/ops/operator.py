@@ -105,7 +105,7 @@ def first_order(gradient: Callable[..., Any]) -> Callable[..., Any]:
             results = gradient(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        error = torch._C._functions.DelayedError(NO_SECOND.encode(), len(results))
+        error: Any = torch._C._functions.DelayedError(NO_SECOND.encode(), len(results))
         return error(*(None if x is None else x.detach().requires_grad_() for x in results))
 
     return backward
