@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mgk.ops import blockwise_kernels
+from mgk.ops.blockwise import blocks
 
 if TYPE_CHECKING:
     from tests.ops.machine import Machine
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def small_blocks() -> Iterator[None]:
     """Let small inputs cross many blocks of queries, keys and heads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_kernels, "QUERY_BLOCK", 4)
-        patch.setattr(blockwise_kernels, "KEY_BLOCK", 3)
-        patch.setattr(blockwise_kernels, "BLOCK_NUMBERS", 24)  # two heads of full blocks
+        patch.setattr(blocks, "QUERY_BLOCK", 4)
+        patch.setattr(blocks, "KEY_BLOCK", 3)
+        patch.setattr(blocks, "BLOCK_NUMBERS", 24)  # two heads of full blocks
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops import linear
+from mgk.ops import linear, linear_forms
 from tests.ops.common import Case, Inputs, component_keys
 from tests.ops.triton_env import DEVICE
 
@@ -35,7 +35,7 @@ def size_of_output(inputs: Inputs, mask: Tensor | None = None, *, is_causal: boo
     """Return the output for the absolute values of `value`."""
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     checked = linear._check(query, key, inputs.get("shift"), value.abs(), inputs.get("log_prior"), "elu", mask)
-    sums = linear._dense(*linear._prepare(query, key, inputs.get("shift"), *checked), is_causal)
+    sums = linear_forms.dense(*linear_forms.prepare(query, key, inputs.get("shift"), *checked), is_causal)
     total = sums[..., -1:].detach()
     return torch.where(total == 0, 0, sums[..., :-1] / torch.where(total == 0, 1, total))
 

@@ -78,6 +78,18 @@ def test_shifted_keys_cost_one_score_product(components: int) -> None:
     assert cost.attention_flops(d).backward == seen.backward + recomputed
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("e_step", ["soft", "hard"])
+@pytest.mark.parametrize("variant", ["mgk", "smgk"])
+def test_blockwise_is_what_the_counter_sees(variant: str, e_step: str, causal: bool) -> None:
+    d = cost.Dimensions(variant=variant, components=3, causal=causal, e_step=e_step, **SIZES)
+    function = mgk.mgk_attention if variant == "mgk" else mgk.smgk_attention
+    inputs = operands(d)
+    assert cost.attention_flops(d) == counted(
+        lambda: function(**inputs, e_step=e_step, is_causal=causal, impl="blockwise")
+    )
+
+
 @pytest.mark.parametrize("variant", ["softmax", "mgk"])
 @pytest.mark.parametrize("components", [1, 3])
 def test_fused_is_the_reference_and_recomputation(variant: str, components: int) -> None:

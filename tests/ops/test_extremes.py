@@ -198,7 +198,61 @@ def test_hidden_keys_of_any_size_move_nothing(impl: str, scale: float, variant: 
         assert mask is not None
         log_prior = torch.zeros(1, 2, 3).masked_fill(~mask, -torch.inf)
         by_prior = attend({**inputs, "log_prior": log_prior}, impl, is_causal=is_causal)
-        assert_same(by_prior, attend(inputs, impl, **case.options()), inputs, tolerance=0)
+        # The mask may take another path than the prior; both round the exponents as in `assert_right`.
+        tolerance = 20 * math.expm1(4 * exponent_error(inputs)) * (1 + reach(inputs) / least_variance(inputs))
+        assert_same(by_prior, attend(inputs, impl, **case.options()), inputs, tolerance)
+
+
+@given(case=cases(masked=True), garbage=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_masked_positions_may_hold_anything(impl: str, case: Case, garbage: float) -> None:
+    """NaN and infinity at masked keys, values and queries change neither the output nor any gradient."""
+    inputs, options, key_mask = case.inputs(), case.options(), case.key_mask()
+    query_mask = torch.rand(case.B, case.Nq, generator=torch.Generator().manual_seed(case.seed)) < 0.7
+    dirty = dict(inputs)
+    for name, mask in (("query", query_mask), ("key", key_mask), ("value", key_mask)):
+        assert mask is not None
+        hidden = ~mask.view(case.B, *[1] * (inputs[name].dim() - 3), -1, 1)
+        dirty[name] = inputs[name].detach().masked_fill(hidden, garbage).requires_grad_()
+    clean, output = (attend(x, impl, query_mask=query_mask, **options) for x in (inputs, dirty))
+    assert_close("output", output, clean, 1e-10)
+    expected = gradients(clean, inputs)
+    for name, grad in gradients(output, dirty).items():
+        assert_close(name, grad, expected[name], 1e-10)
+
+
+@given(
+    case=cases(),
+    name=st.sampled_from(["query", "key", "shift"]),
+    bad=st.sampled_from([math.nan, math.inf, -math.inf]),
+    dtype=DTYPES,
+)
+def test_nothing_hides_a_visible_nan(impl: str, case: Case, name: str, bad: float, dtype: torch.dtype) -> None:
+    """Rows that see a NaN or an infinity are NaN, and others are as they were."""
+    inputs, options = case.inputs(dtype), case.options()
+    name = name if name in inputs else "key"
+    dirty = {**inputs, name: inputs[name].detach().clone()}
+    seen = visible(inputs, options).expand(-1, case.H, -1, -1).clone()  # (B,H,Nq,Nk)
+    if name == "query":
+        dirty["query"][0, 0, 0, 0] = bad
+        seen[1:], seen[:, 1:], seen[:, :, 1:] = False, False, False
+    elif name == "key":
+        dirty["key"][0, 0, ..., 0, 0] = bad
+        seen[1:], seen[:, 1:], seen[..., 1:] = False, False, False
+    else:
+        dirty["shift"][0, -1, 0] = bad
+        seen[:, 1:] = False
+    expected = attend(inputs, impl, **options).masked_fill(seen.any(-1, keepdim=True), math.nan)
+    output = attend(dirty, impl, **options)
+    torch.testing.assert_close(output, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@given(case=cases(), bad=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_nothing_hides_a_visible_value(impl: str, case: Case, bad: float) -> None:
+    inputs, options = case.inputs(), case.options()
+    dirty = {**inputs, "value": inputs["value"].detach().clone()}
+    dirty["value"][0, 0, 0, 0] = bad
+    seen = visible(inputs, options)[0, 0, :, 0]
+    assert not attend(dirty, impl, **options)[0, 0, seen, 0].isfinite().any()
 
 
 @pytest.mark.parametrize("prior", ["head", "position"])

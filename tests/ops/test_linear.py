@@ -170,6 +170,19 @@ def test_masking_a_key_is_removing_it(impl: str) -> None:
 
 
 @everywhere
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("which", range(len(MAPS)))
+def test_masked_keys_may_hold_nan(impl: str, which: int, is_causal: bool) -> None:
+    arguments, mask = inputs(Nq=7), numbers(2, 7) > -0.5
+    options: dict[str, Any] = {"feature_map": MAPS[which], "is_causal": is_causal, "key_mask": mask, "impl": impl}
+    dirty = dict(arguments)
+    for name, hidden in (("key", ~mask[:, None, None, :, None]), ("value", ~mask[:, None, :, None])):
+        dirty[name] = arguments[name].detach().masked_fill(hidden, torch.nan).requires_grad_()
+    got, expected = mlk_attention(**dirty, **options), mlk_attention(**arguments, **options)
+    agree([got, *gradients(got, dirty)], [expected, *gradients(expected, arguments)])
+
+
+@everywhere
 @pytest.mark.parametrize("prior", ["head", "position"])
 def test_a_prior_of_zero_removes_a_component_and_hurts_no_gradient(impl: str, prior: str) -> None:
     for is_causal in (False, True):

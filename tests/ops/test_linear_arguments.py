@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgk.ops import linear
+from mgk.ops import linear, linear_forms
 from mgk.ops.linear import LinearState, linear_attention, linear_step, mlk_attention, smlk_attention
 from tests.ops.linear_cases import agree, gradients, inputs, numbers
 
@@ -44,7 +44,7 @@ def test_the_scan_handed_to_fla_is_the_chunked_form(scale: float, monkeypatch: p
 
     fake_fla(monkeypatch, chunk_gla)
     monkeypatch.setattr(linear, "_fla_obstacle", lambda *_: None)
-    monkeypatch.setattr(linear, "NEGLIGIBLE", -700.0)  # of float64, which these gradients are compared in
+    monkeypatch.setattr(linear_forms, "NEGLIGIBLE", -700.0)  # of float64, which these gradients are compared in
     arguments, mask = inputs(Nq=40, Nk=40, scale=scale), numbers(2, 40) > -0.5
     mask[0, :5] = False
     got, expected = (

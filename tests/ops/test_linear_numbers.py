@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgk.ops import linear
+from mgk.ops import linear_forms
 from mgk.ops.linear import linear_step, mlk_attention, smlk_attention
 from tests.ops.linear_cases import FAVOR, MAPS, Inputs, agree, dense, everywhere, feed, gradients, inputs, numbers
 
@@ -21,7 +22,7 @@ from tests.ops.linear_cases import FAVOR, MAPS, Inputs, agree, dense, everywhere
 @pytest.mark.parametrize("is_causal", [False, True])
 @everywhere
 def test_gradcheck(impl: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "CHUNK", 2)
+    monkeypatch.setattr(linear_forms, "CHUNK", 2)
     query, key, value, log_prior = inputs(B=1, Nq=3, Nk=4, D=2, Dv=2).values()
     shift, mask = numbers(2, 2, 2, seed=5).requires_grad_(), torch.tensor([[True, False, True, True]])
 
@@ -39,7 +40,7 @@ def test_gradcheck(impl: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_constant_takes_no_part_in_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
     """One derivative after another, of the queries alone."""
-    monkeypatch.setattr(linear, "CHUNK", 2)
+    monkeypatch.setattr(linear_forms, "CHUNK", 2)
     query, key, value, log_prior = (x.detach() for x in inputs(B=1, Nq=5, Nk=5).values())
     second = []
     for impl in ("reference", "blockwise"):
@@ -63,7 +64,7 @@ def test_nothing_to_read_is_zero_and_has_gradients_of_zero(impl: str, sizes: dic
 
 def test_causal_attention_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """With entries of 300 too, where one scale does not do for a chunk."""
-    monkeypatch.setattr(linear, "CHUNK", 4)
+    monkeypatch.setattr(linear_forms, "CHUNK", 4)
     torch.compiler.reset()
     compiled = torch.compile(mlk_attention, fullgraph=True, backend="aot_eager")
     for scale in (1.0, 300.0):
@@ -98,13 +99,14 @@ def test_half_precision_is_no_worse_than_eager_code(impl: str, is_causal: bool, 
     assert (error <= rounding * 1.01 + 1e-5).all()  # 1e-5: float32 sums of 130 terms of size 1
 
 
-def test_autocast_changes_nothing() -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_autocast_changes_nothing(is_causal: bool) -> None:
     arguments = {name: x.detach().float().requires_grad_() for name, x in inputs(Nq=7).items()}
     with torch.autocast("cpu", torch.bfloat16):
-        inside = mlk_attention(**arguments, is_causal=True)
+        inside = mlk_attention(**arguments, is_causal=is_causal)
         stepped, _ = linear_step(None, *arguments.values())
         grads = gradients(inside, arguments)
-    outside = mlk_attention(**arguments, is_causal=True)
+    outside = mlk_attention(**arguments, is_causal=is_causal)
     assert torch.equal(inside, outside)
     assert torch.equal(stepped, linear_step(None, *arguments.values())[0])
     assert all(map(torch.equal, grads, gradients(outside, arguments)))
@@ -113,7 +115,7 @@ def test_autocast_changes_nothing() -> None:
 @pytest.mark.parametrize("which", range(len(MAPS)))
 def test_functional_gradients(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of causal attention, for all samples together and one by one."""
-    monkeypatch.setattr(linear, "CHUNK", 4)
+    monkeypatch.setattr(linear_forms, "CHUNK", 4)
     query, key, value, log_prior = (x.detach() for x in inputs(B=3, Nq=10, Nk=10, prior="head").values())
 
     def loss(query: Tensor, key: Tensor, value: Tensor, impl: str = "blockwise") -> Tensor:
@@ -124,6 +126,18 @@ def test_functional_gradients(which: int, monkeypatch: pytest.MonkeyPatch) -> No
     agree([torch.func.grad(loss)(query, key, value)], [expected])
     one_by_one = torch.func.vmap(torch.func.grad(loss))
     agree([one_by_one(query[:, None], key[:, None], value[:, None])[:, 0]], [expected])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forward mode of PyTorch loads torch.jit
+def test_forward_mode_of_the_parallel_form() -> None:
+    query, key, value, log_prior = (x.detach() for x in inputs().values())
+    results = []
+    for impl in ("blockwise", "reference"):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(query, query + 1)  # type: ignore[no-untyped-call]
+            output = mlk_attention(dual, key, value, log_prior, impl=impl)
+            results.append(forward_ad.unpack_dual(output).tangent)  # type: ignore[no-untyped-call]
+    agree(results[:1], results[1:])
 
 
 def log_dense(

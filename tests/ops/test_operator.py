@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mgk
@@ -83,7 +85,7 @@ def test_transforms_of_torch_func() -> None:
     x = torch.randn(5)
     assert torch.equal(torch.func.grad(lambda x: scaled(x, 2.0)[0].square().sum())(x), 8 * x)
     assert torch.equal(torch.func.jacrev(lambda x: scaled(x, 2.0)[0].sum())(x), torch.full((5,), 2.0))
-    with pytest.raises(NotImplementedError, match="jvp"):
+    with pytest.raises(NotImplementedError, match="use impl='reference'"):
         torch.func.jvp(lambda x: scaled(x, 2.0)[0], (x,), (x,))
 
 
@@ -141,8 +143,49 @@ def test_shapes_alone_need_no_numbers(is_causal: bool) -> None:
         assert output.shape == (1, 2, 6, 3)
 
 
+@pytest.mark.parametrize("e_step", ["soft", "hard"])
+@pytest.mark.parametrize("name", ["mgk_attention", "smgk_attention", "mlk_attention", "smlk_attention"])
+def test_fake_tensors_with_a_prior_and_a_variance(name: str, e_step: str) -> None:
+    """Forward and backward: no check or decision reads values that are not there."""
+    with FakeTensorMode():
+        sizes = ((1, 2, 200, 4), (1, 2, 200, 4), (1, 2, 200, 3), (2, 3, 4), (2, 3), (2, 3))
+        query, key, value, shift, log_prior, variance = (torch.empty(size, requires_grad=True) for size in sizes)
+        keys = (key, shift) if name.startswith("s") else (key[:, :, None].expand(-1, -1, 3, -1, -1),)
+        options: dict[str, Any] = {} if "mlk" in name else {"e_step": e_step, "variance": variance}
+        output = getattr(mgk, name)(query, *keys, value, log_prior, is_causal=True, **options)
+        assert output.shape == (1, 2, 200, 3)
+        output.sum().backward()
+        assert query.grad is not None
+        assert query.grad.shape == query.shape
+
+
 def test_a_second_derivative_is_an_error() -> None:
     x = torch.randn(5, requires_grad=True)
     (first,) = torch.autograd.grad(scaled(x, 2.0)[0].square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="use impl='reference'"):
         first.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forward mode of PyTorch loads torch.jit
+@pytest.mark.parametrize("variant", ["smgk", "mgk"])
+def test_unsupported_derivatives_of_attention_are_errors(variant: str) -> None:
+    """Second derivatives, as an operator and not, and with a constant upstream gradient; forward mode of both kinds."""
+    query, key, value, shift = (torch.randn(*size) for size in ((1, 2, 6, 4),) * 3 + ((2, 2, 4),))
+    keys = (key, shift) if variant == "smgk" else (key[:, :, None].expand(-1, -1, 2, -1, -1) + shift[:, :, None],)
+    attention: Any = mgk.smgk_attention if variant == "smgk" else mgk.mgk_attention
+
+    def attend(query: Tensor) -> Tensor:
+        return attention(query, *keys, value, impl="blockwise")  # type: ignore[no-any-return]
+
+    for mode in (nullcontext(), Seen()):
+        leaf = query.clone().requires_grad_()
+        with mode:
+            (first,) = torch.autograd.grad(attend(leaf).sum(), leaf, create_graph=True)
+            with pytest.raises(RuntimeError, match="use impl='reference'"):
+                first.square().sum().backward()
+    with pytest.raises(RuntimeError, match="use impl='reference'"):
+        torch.func.grad(lambda x: torch.func.grad(lambda y: attend(y).square().sum())(x).sum())(query)
+    with pytest.raises(NotImplementedError, match="use impl='reference'"):
+        torch.func.jvp(attend, (query,), (query,))
+    with pytest.raises(NotImplementedError, match="use impl='reference'"), forward_ad.dual_level():
+        attend(forward_ad.make_dual(query, query))

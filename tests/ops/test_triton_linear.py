@@ -422,7 +422,7 @@ def test_errors_name_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> N
     wide = torch.randn(1, 1, 1, 2, 129, device=DEVICE)
     with pytest.raises(ValueError, match=r"'triton' needs head widths D and Dv up to 128.*, got 129 and 129"):
         mlk_attention(wide[:, :, 0], wide, wide[:, :, 0], impl="triton")
-    with pytest.raises(ValueError, match=r"'triton' has the feature map 'elu' alone where is_causal=False, got dpfp"):
+    with pytest.raises(ValueError, match=r"'triton' has only the feature map 'elu' where is_causal=False, got dpfp"):
         attend(inputs, "triton", feature_map="dpfp")
     with pytest.raises(ValueError, match=r"'triton' needs float32 or half on CUDA, got torch.float64 on"):
         attend({name: tensor.double() for name, tensor in inputs.items()}, "triton")

@@ -340,7 +340,7 @@ def test_errors_name_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> N
     wide = torch.randn(1, 1, 1, 2, 129, device=DEVICE)
     with pytest.raises(ValueError, match=r"'triton' needs head widths D and Dv up to 128 without fla-core, got 129"):
         mlk_attention(wide[:, :, 0], wide, wide[:, :, 0], is_causal=True, impl="triton")
-    with pytest.raises(ValueError, match=r"'triton' has the feature map 'elu' alone without fla-core, got dpfp"):
+    with pytest.raises(ValueError, match=r"'triton' has only the feature map 'elu' without fla-core, got dpfp"):
         attend(inputs, "triton", feature_map="dpfp")
     with pytest.raises(ValueError, match=r"'triton' needs float32 or half on CUDA, got torch.float64 on"):
         attend({name: tensor.double() for name, tensor in inputs.items()}, "triton")
@@ -361,7 +361,7 @@ class FakeCuda:
 def test_which_implementation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def road(positions: int = 64, impl: str = "auto", phi: Any = elu, **options: Any) -> str | None:
         tensor: Any = FakeCuda(1, 1, positions, 8, **options)
-        return linear._gpu_road(tensor, tensor, tensor, phi, True, impl)
+        return linear._gpu_path(tensor, tensor, tensor, phi, True, impl)
 
     long = linear.LONG + 1
     monkeypatch.setattr(linear, "HAS_FLA", False)

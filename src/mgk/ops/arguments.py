@@ -1,4 +1,4 @@
-"""Checks of what a caller passes: each error names the argument, what was expected and what came.
+"""Checks of arguments. Each error names the argument, what was expected and what was passed.
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 
 E_STEPS = ("soft", "hard")
 
@@ -22,7 +23,7 @@ def describe(value: object) -> str:
 
 
 def check_tensor(name: str, value: object, axes: str) -> Tensor:
-    """A float tensor with as many dimensions as `axes` names, e.g. "B,H,Nq,D"."""
+    """Require a float tensor with the dimensions that `axes` names, e.g. "B,H,Nq,D"."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor ({axes}), got {describe(value)}")
     if not value.is_floating_point() or value.dtype.itemsize < 2:
@@ -59,7 +60,7 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 
 
 def check_cutoffs(cutoffs: Sequence[object]) -> list[int]:
-    """Where the clusters of an adaptive softmax begin."""
+    """Require increasing positive integers: the cutoffs of an adaptive softmax."""
     starts = [cutoff for cutoff in cutoffs if isinstance(cutoff, int) and not isinstance(cutoff, bool) and cutoff > 0]
     if list(cutoffs) != sorted(set(starts)):
         raise ValueError(f"cutoffs: expected increasing integers above 0, got {cutoffs}")
@@ -113,7 +114,7 @@ def check_log_prior(log_prior: object, heads: int, components: int, keys: int, q
 
 
 def check_variance(variance: object, heads: int, components: int, query: Tensor) -> float | Tensor:
-    """None is sqrt(D); a number; or a tensor (H,M). Tensor values are read on the CPU only."""
+    """Return a number, by default sqrt(D), or a tensor (H,M), whose values are checked on the CPU only."""
     if variance is None:
         return math.sqrt(query.shape[-1])
     if isinstance(variance, Tensor):
@@ -131,7 +132,7 @@ def check_variance(variance: object, heads: int, components: int, query: Tensor)
 
 
 def check_query_key(query: object, key: object, shift: object) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Query (B,H,Nq,D) with key (B,H,M,Nk,D), or with key (B,H,Nk,D) and shift (H,M,D)."""
+    """Check query (B,H,Nq,D) with key (B,H,M,Nk,D), or with key (B,H,Nk,D) and shift (H,M,D)."""
     query = check_tensor("query", query, "B,H,Nq,D")
     batch, heads, _, width = query.shape
     if width == 0:
@@ -162,11 +163,16 @@ def check_value(value: object, query: Tensor, key: Tensor) -> Tensor:
     return value
 
 
-def looked_on() -> bool:
-    """Whether a compiler or a transform of torch.func is at work."""
+def is_traced() -> bool:
+    """Whether torch.compile or a transform of torch.func is active."""
     return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether Python code may branch on the values of `tensor`: nothing is traced, and it is neither meta nor fake."""
+    return not (is_traced() or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def readable(tensor: Tensor) -> bool:
-    """Whether its values may decide something here and now."""
-    return tensor.device.type == "cpu" and not looked_on()
+    """Whether Python code may branch on the values of `tensor` without a synchronisation."""
+    return tensor.device.type == "cpu" and has_values(tensor)

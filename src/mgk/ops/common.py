@@ -1,4 +1,4 @@
-"""What every implementation of the operators shares.
+"""Helpers that all implementations of the operators share.
 
 B batch, H heads, M components, Nk keys, D width of a head.
 """
@@ -11,25 +11,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgk.ops.arguments import is_traced
+
 Variance = float | Tensor
-MAX_QUERIES = 16  # that kernels for decoding take
-# From so many rows on, if they are no wider, our kernels sum columns faster than PyTorch, which has too few blocks.
+MAX_QUERIES = 16  # of the kernels for decoding
+# With at least MANY_ROWS rows of at most NARROW columns, our kernels sum columns faster than PyTorch does.
 MANY_ROWS, NARROW = 1 << 13, 1024
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision accumulates in float32; every other float type in itself."""
+    """The dtype to compute in: float32 for half precision, otherwise `dtype` itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def autocasts(tensor: Tensor) -> bool:
-    """Whether autocast is on where the tensor is; on meta there is none, and asking is an error."""
+    """Whether autocast is enabled for the tensor's device. The meta device has no autocast."""
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Operators compute in the types they are given. Switching off what is off takes longer than a launch."""
+    """A context that disables autocast if it is enabled. The check is cheaper than always entering the context."""
     return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else nullcontext()
+
+
+class Matmul(torch.autograd.Function):
+    """left @ right. PyTorch's own backward would round to half precision inside an autocast region."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.save_for_forward(left, right)
+        return left @ right
+
+    @staticmethod
+    def jvp(ctx: Any, left_tangent: Tensor, right_tangent: Tensor) -> Tensor:
+        left, right = ctx.saved_tensors
+        tangent: Tensor = left_tangent @ right + left @ right_tangent
+        return tangent
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = ctx.saved_tensors
+        with without_autocast(grad):
+            return (
+                matmul(grad, right.mT).sum_to_size(left.shape),
+                matmul(left.mT, grad).sum_to_size(right.shape),
+            )
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right; its gradients are computed in the dtype of the operands even inside an autocast region."""
+    return left @ right if is_traced() else Matmul.apply(left, right)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def zero_masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero the positions of a (B,...,N,D) tensor where the (B,N) mask is False: a NaN there must not reach a sum."""
+    if mask is None:
+        return tensor
+    return tensor.masked_fill(~mask.view(mask.shape[0], *[1] * (tensor.dim() - 3), mask.shape[1], 1), 0)
 
 
 def shifted_keys(key: Tensor, shift: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What attention costs: FLOPs, exponentials, decode cache and parameters of every variant, from the dimensions alone.
+"""Analytic cost of attention: FLOPs, exponentials, decode cache and parameters of every variant.
 
-A multiply-add is 2 FLOPs. FLOPs are those of matrix products, as in PyTorch's counter and in published tables.
-Elementwise work and what is done once per position (norms, maxima, rescaling, masks) are left out; exponentials, which
-bound a modern GPU at D <= 64, are counted apart.
+A multiply-add is 2 FLOPs. Only matrix products count, as in PyTorch's counter and in published tables. Elementwise
+work and work per position (norms, maxima, rescaling, masks) is left out. Exponentials, which limit a modern GPU at
+D <= 64, are counted separately.
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value, E width of the model,
 F width of the features of the linear family, P pairs of a query and a key that it sees, C length of a chunk.
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 from mgk.ops.arguments import E_STEPS, check_choice, check_count, check_flag
 from mgk.ops.feature_maps import feature_width
-from mgk.ops.linear import CHUNK
+from mgk.ops.linear_forms import CHUNK
 from mgk.variants import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """One call of attention, in a layer of its own where projections and parameters are asked for.
+    """The sizes of one attention call, or of its layer.
 
-    `value_dim` None is `head_dim`, `embed_dim` None is heads * head_dim. `components` and `e_step` count for the
-    mixtures, `feature_map` and `features` (None is the map's own width) for the linear family.
+    `value_dim` is `head_dim` by default, `embed_dim` heads * head_dim, and `features` the width of the feature map.
+    `components` and `e_step` apply to the mixtures, `feature_map` and `features` to the linear family.
     """
 
     variant: str
@@ -69,7 +69,7 @@ class Dimensions:
 
     @property
     def P(self) -> int:  # noqa: N802
-        """Visible pairs of one head: all, or those on and below the lower-right diagonal."""
+        """Visible pairs of one head: all, or with a causal mask those on and below the lower-right diagonal."""
         Nq, Nk = self.queries, self.keys
         if not self.causal:
             return Nq * Nk
@@ -88,31 +88,35 @@ class Flops:
 
 
 def attention_flops(d: Dimensions) -> Flops:
-    """Of the algorithm that runs between the projections. Per visible pair, forward and backward:
+    """FLOPs between the projections, of the algorithm that is implemented. Per visible pair, forward and backward:
 
         softmax   2D + 2Dv            6D + 4Dv
         mgk       2DM + 2Dv           6DM + 4Dv           M score products, one product with V
         smgk      2D + 2M + 2Dv       6D + 6M + 4Dv       one score product; sum_r u[i,r] w[j,r] is a product of width M
 
-    The backward recomputes the scores. Shifted keys add q.b and k.b for every position. A hard E-step takes maxima
-    where a soft one adds, and costs the same. The linear family (see `linear_flops`) has no pairs but within a chunk.
+    The backward recomputes the scores. Shifted keys add q.b and k.b for every position. The hard E-step costs the same
+    as the soft one. For the linear family see `linear_flops`.
     """
     if d.variant in LINEAR:
         return linear_flops(d)
-    shifted = d.variant == "smgk"
-    scores = 2 * d.head_dim + 2 * d.M if shifted else 2 * d.head_dim * d.M
-    shifts = 2 * d.head_dim * d.M * (d.queries + d.keys) if shifted else 0
-    forward = d.P * (scores + 2 * d.Dv) + shifts
-    backward = d.P * (3 * scores + 4 * d.Dv) + 2 * shifts
-    return Flops(d.batch * d.heads * forward, d.batch * d.heads * backward)
+    pairs = pair_flops(d)
+    shifts = d.batch * d.heads * 2 * d.head_dim * d.M * (d.queries + d.keys) if d.variant == "smgk" else 0
+    return Flops(pairs.forward + shifts, pairs.backward + 2 * shifts)
+
+
+def pair_flops(d: Dimensions) -> Flops:
+    """The part of `attention_flops` that is spent on visible pairs."""
+    scores = 2 * d.head_dim + 2 * d.M if d.variant == "smgk" else 2 * d.head_dim * d.M
+    pairs = d.batch * d.heads * d.P
+    return Flops(pairs * (scores + 2 * d.Dv), pairs * (3 * scores + 4 * d.Dv))
 
 
 def linear_flops(d: Dimensions) -> Flops:
-    """Of the linear family: 2F(Dv+1) to add a key to the sums, as much to read them with a query (+1: the denominator).
+    """FLOPs of the linear family: 2F(Dv+1) per key to add it to the sums, and per query to read them.
 
-    Causal, chunks read and add in turn, and all pairs within a chunk come to it; the backward does each chunk again.
-    The features are mixed elementwise, so M counts only for FAVOR+, whose features are a product with F random
-    directions. One step of decoding is a call with queries = keys = 1.
+    With a causal mask the pairs within each chunk are added, and the backward recomputes each chunk. The features are
+    mixed elementwise, so M counts only for FAVOR+, whose features are a product with F random directions. One step of
+    decoding is a call with queries = keys = 1.
     """
     width = d.Dv + 1
     drawn = 2 * d.head_dim * d.F * (d.queries + d.M * d.keys) if d.feature_map == "favor" else 0
@@ -128,10 +132,10 @@ def linear_flops(d: Dimensions) -> Flops:
 
 
 def reference_flops(d: Dimensions) -> Flops:
-    """Of the dense formula (`impl="reference"`, for `softmax` PyTorch's own), as `FlopCounterMode` sees them.
+    """FLOPs of the dense formula (`impl="reference"`; for `softmax` PyTorch's own), as counted by `FlopCounterMode`.
 
-    The counter knows matrix products only: M score products and one with V over all Nq x Nk pairs, the hidden ones
-    included, and in the backward two products for each. Norms, priors and the mixture are elementwise to it.
+    These are M score products and one product with V over all Nq x Nk pairs, hidden ones included, and in the backward
+    two products for each.
     """
     if d.variant in LINEAR:
         raise ValueError(f"variant: expected softmax, mgk or smgk, which have a dense reference, got {d.variant!r}")
@@ -140,7 +144,7 @@ def reference_flops(d: Dimensions) -> Flops:
 
 
 def projection_flops(d: Dimensions) -> Flops:
-    """Of query_proj, key_proj, value_proj and out_proj; backward, a product for the input and one for the weight."""
+    """FLOPs of the four projections. Backward has one product for the input and one for the weight."""
     key_width = d.head_dim * (d.M if d.variant in PROJECTED else 1)
     of_queries, of_keys = d.head_dim + d.Dv, key_width + d.Dv  # query and output; key and value
     forward = 2 * d.batch * d.heads * d.E * (d.queries * of_queries + d.keys * of_keys)
@@ -148,10 +152,10 @@ def projection_flops(d: Dimensions) -> Flops:
 
 
 def exponentials(d: Dimensions) -> int:
-    """Of a forward; the backward of softmax, mgk and smgk computes them again.
+    """Exponentials of a forward pass. The backward of softmax, mgk and smgk computes them again.
 
     Per visible pair: one for softmax, smgk and a hard E-step, M for mgk. Soft smgk adds M for every query and key.
-    The linear family has one for each feature of each query and component key, and none with DPFP.
+    The linear family needs one for each feature of each query and component key, and none with DPFP.
     """
     positions = d.queries + d.keys
     if d.variant in LINEAR:
@@ -166,7 +170,7 @@ def exponentials(d: Dimensions) -> int:
 
 
 def cache_bytes(d: Dimensions, bytes_per_number: int) -> int:
-    """Of the decode cache after `keys` positions: keys and values, or F x (Dv + 2) numbers whatever the length."""
+    """Bytes of the decode cache after `keys` positions: keys and values, or F x (Dv + 2) numbers for any length."""
     check_count("bytes_per_number", bytes_per_number)
     if d.variant in LINEAR:
         numbers = d.F * (d.Dv + 2)
@@ -184,7 +188,7 @@ def parameters(
     kdim: int | None = None,
     vdim: int | None = None,
 ) -> int:
-    """Of `mgk.nn.MixtureAttention` (its values have the width D). A prior by EM is a buffer, not a parameter."""
+    """Parameters of `mgk.nn.MixtureAttention`, with values of width D. A prior updated by EM is a buffer."""
     check_choice("prior", prior, PRIORS)
     inner = d.heads * d.head_dim
     key_width = inner * (d.M if d.variant in PROJECTED else 1)

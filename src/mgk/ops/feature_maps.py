@@ -1,12 +1,12 @@
-"""Feature maps of the linear family: phi(q).phi(k) takes the place of exp(q.k).
+"""Feature maps of the linear family: phi(q).phi(k) replaces exp(q.k).
 
 A feature map is any callable from (..., D) to (..., F) that treats all leading dimensions alike. It may return
 
 - a plain tensor, the features themselves; or
-- `ScaledFeatures`, phi = mantissa * exp(exponent). An exponent of -1000 is an ordinary number where exp(-1000) is not:
-  attention subtracts constants from the exponents, which cancel in its quotient, before it exponentiates anything.
+- `ScaledFeatures`, phi = mantissa * exp(exponent). exp(-1000) underflows, but an exponent of -1000 is exact. Attention
+  subtracts constants that cancel in its quotient from the exponents before it exponentiates them.
 
-A map that owns tensors (FAVOR+ and its projection) is a module whose `forward` is the map; `num_features` is its F.
+A map that owns tensors (FAVOR+ and its projection) is a module with the attribute `num_features`, its F.
 
 B batch, H heads, N positions, D width of a head, F width of the features.
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 DPFP_NU = 3
-FAVOR_FEATURES_PER_WIDTH = 4  # whole orthogonal blocks; F = 256 at D = 64
+FAVOR_FEATURES_PER_WIDTH = 4  # a multiple of D gives full orthogonal blocks; F = 256 at D = 64
 
 
 class ScaledFeatures(NamedTuple):
-    """phi = mantissa * exp(exponent), two tensors (..., F). Gradients flow through both; at -inf both are zero."""
+    """phi = mantissa * exp(exponent), two tensors (..., F). Gradients flow through both, except at -inf."""
 
     mantissa: Tensor
     exponent: Tensor
@@ -38,6 +38,14 @@ class ScaledFeatures(NamedTuple):
     def dense(self) -> Tensor:
         """The features as one tensor, which may under- or overflow."""
         return self.mantissa * self.exponent.exp()
+
+    def times_exp(self, change: Tensor) -> Tensor:
+        """The features times exp(change), as one tensor."""
+        return self.mantissa * (self.exponent + change).exp()
+
+    def at(self, positions: slice) -> ScaledFeatures:
+        """The features (B,H,N,F) of some positions."""
+        return ScaledFeatures(self.mantissa[:, :, positions], self.exponent[:, :, positions])
 
 
 FeatureMap = Callable[[Tensor], "Tensor | ScaledFeatures"]
@@ -53,9 +61,9 @@ def dpfp(x: Float[Tensor, "... d"], nu: int = DPFP_NU) -> ScaledFeatures:
 
         phi[(n-1) 2D + i] = r[i] r[i-n],  n = 1..nu, indices modulo 2D
 
-    Features are zero more often than not: a query and its keys can have none in common, and then attend to nothing.
+    Most features are zero. A query that has no nonzero feature in common with its keys attends to none of them.
     """
-    # phi(a x) = a^2 phi(x): with the largest entry at 1 no product under- or overflows.
+    # phi(a x) = a^2 phi(x): if the largest entry is 1, no product under- or overflows.
     largest = x.detach().abs().amax(-1, keepdim=True)
     largest = torch.where(largest > 0, largest, 1)
     unit = x / largest
@@ -64,15 +72,15 @@ def dpfp(x: Float[Tensor, "... d"], nu: int = DPFP_NU) -> ScaledFeatures:
     return ScaledFeatures(mantissa, (2 * largest.log()).expand_as(mantissa))
 
 
-def without_exponents_of_zero(features: ScaledFeatures) -> ScaledFeatures:
-    """What is zero, with a slope of zero as in `dpfp`, at -inf, where it hides nothing that is small."""
+def remove_zeros(features: ScaledFeatures) -> ScaledFeatures:
+    """Set the exponents of zero mantissas to -inf, so that zeros do not hide small features. For `dpfp` only."""
     return ScaledFeatures(features.mantissa, torch.where(features.mantissa == 0, -torch.inf, features.exponent))
 
 
 def favor(x: Float[Tensor, "... d"], projection: Float[Tensor, "f d"]) -> ScaledFeatures:
     """Positive random features (FAVOR+, Choromanski et al. 2021): phi(x)_f = exp(w_f.x - |x|^2 / 2) / sqrt(F).
 
-    With rows w_f that are standard normal, E[phi(q).phi(k)] = exp(q.k).
+    If the rows w_f are standard normal, E[phi(q).phi(k)] = exp(q.k).
     """
     exponent = x @ projection.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2 - math.log(len(projection)) / 2
     return ScaledFeatures(torch.ones_like(exponent), exponent)
@@ -81,10 +89,10 @@ def favor(x: Float[Tensor, "... d"], projection: Float[Tensor, "f d"]) -> Scaled
 def orthogonal_projection(
     num_features: int, head_dim: int, *, generator: torch.Generator | None = None, device: torch.device | None = None
 ) -> Float[Tensor, "f d"]:
-    """Rows of a standard normal, orthogonal to each other within every block of D of them."""
+    """Standard normal rows; the D rows of each block are orthogonal."""
     blocks = -(-num_features // head_dim)
     normal = torch.randn(blocks, head_dim, head_dim, generator=generator, device=device, dtype=torch.float64)
-    # The QR decomposition with a positive diagonal of R is uniform over the orthogonal matrices.
+    # Q of a QR decomposition with a positive diagonal of R is uniform over the orthogonal matrices.
     directions, upper = torch.linalg.qr(normal)
     directions = directions * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]
     lengths = torch.randn(blocks, head_dim, head_dim, generator=generator, device=device, dtype=torch.float64).norm(
@@ -100,10 +108,10 @@ class PositiveOrthogonalFeatures(nn.Module):
     Args:
         head_dim: D.
         num_features: F; None is 4 D.
-        scale: None is 1/sqrt(D), that of softmax attention.
-        generator: where the first projection comes from; None is torch's own.
+        scale: None is 1/sqrt(D), as in softmax attention.
+        generator: of the first projection; None is the default generator of torch.
 
-    The projection (F,D) is a buffer, so it is saved, and a reloaded model is the same function.
+    The projection (F,D) is a buffer: it is saved with the model.
     """
 
     projection: Tensor
@@ -129,7 +137,7 @@ class PositiveOrthogonalFeatures(nn.Module):
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw a new projection, in place. A recurrent state made with the old one is of no use with the new."""
+        """Draw a new projection in place. Recurrent states of the old projection become invalid."""
         device = self.projection.device if generator is None else generator.device
         drawn = orthogonal_projection(self.num_features, self.head_dim, generator=generator, device=device)
         self.projection.copy_(drawn)
@@ -145,7 +153,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {"elu": elu, "dpfp": dpfp}
 
 
 def check_feature_map(feature_map: object) -> FeatureMap:
-    """The map of a name, or the callable itself."""
+    """Return the map with this name, or the callable itself."""
     if isinstance(feature_map, str):
         if feature_map not in FEATURE_MAPS:
             raise ValueError(
@@ -159,7 +167,7 @@ def check_feature_map(feature_map: object) -> FeatureMap:
 
 
 def apply_feature_map(feature_map: FeatureMap, x: Float[Tensor, "... d"]) -> ScaledFeatures:
-    """phi(x), whichever of the two forms the map returns; checked, since the map may be the caller's."""
+    """phi(x) as `ScaledFeatures`. Checks the shape, since the map may be the caller's."""
     features = feature_map(x)
     if isinstance(features, Tensor):
         features = ScaledFeatures(features, torch.zeros_like(features))
@@ -174,7 +182,7 @@ def apply_feature_map(feature_map: FeatureMap, x: Float[Tensor, "... d"]) -> Sca
 
 
 def feature_width(feature_map: str | FeatureMap, head_dim: int) -> int:
-    """F of a map: "elu", "dpfp" or "favor" at their defaults, or a callable that says its `num_features`."""
+    """F of a map: "elu", "dpfp" or "favor" with default sizes, or a callable with the attribute `num_features`."""
     widths = {"elu": head_dim, "dpfp": 2 * DPFP_NU * head_dim, "favor": FAVOR_FEATURES_PER_WIDTH * head_dim}
     if isinstance(feature_map, str) and feature_map in widths:
         return widths[feature_map]

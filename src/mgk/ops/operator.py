@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, peek_interpreter_stack
-from torch.autograd.function import once_differentiable
 
 PLAIN = {Tensor, nn.Parameter, NoneType, bool, int, float, str, torch.dtype}
 TRANSFORMS = (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)  # Jvp is an error; an operator would say zero
+NO_SECOND = "the kernels of mgk have no second derivatives: use impl='reference'"
 num_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -28,6 +28,7 @@ class Operator:
         self.function, self.direct = function, function
         self.transformed = transformable(function, no_gradient, no_context)
         self.op = torch.library.custom_op(f"mgk::{name}", function, mutates_args=(), device_types=device_types)
+        self.op.register_autograd(no_gradient)
         self.register_fake = self.op.register_fake
 
     def register_autograd(self, gradient: Callable[..., Any], setup_context: Callable[..., None]) -> None:
@@ -62,7 +63,8 @@ def differentiable(function: Callable[..., Any], gradient: Callable[..., Any], k
             keep(ctx, inputs, output)
             return output
 
-        backward = staticmethod(once_differentiable(gradient))  # type: ignore[assignment]
+        backward = staticmethod(first_order(gradient))
+        jvp = staticmethod(no_forward_mode)
 
     return Direct.apply
 
@@ -73,7 +75,8 @@ def transformable(function: Callable[..., Any], gradient: Callable[..., Any], ke
     class Transformed(torch.autograd.Function):
         forward = staticmethod(function)  # type: ignore[assignment]
         setup_context = staticmethod(keep)  # type: ignore[assignment]
-        backward = staticmethod(once_differentiable(gradient))  # type: ignore[assignment]
+        backward = staticmethod(gradient)  # its operators raise an error if they are differentiated
+        jvp = staticmethod(no_forward_mode)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
@@ -90,8 +93,26 @@ def transformable(function: Callable[..., Any], gradient: Callable[..., Any], ke
     return Transformed.apply
 
 
+def first_order(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward function whose results raise an error if they are differentiated again."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            results = gradient(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        error: Any = torch._C._functions.DelayedError(NO_SECOND.encode(), len(results))
+        return error(*(None if x is None else x.detach().requires_grad_() for x in results))
+
+    return backward
+
+
 def no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
 
 
 def no_gradient(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("the kernels of mgk cannot be differentiated twice: use impl='reference'")
+    raise RuntimeError(NO_SECOND)
+
+
+def no_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise NotImplementedError("the kernels of mgk have no forward-mode derivatives (jvp): use impl='reference'")

@@ -1,6 +1,6 @@
-"""The equations of the paper, as it writes them: the oracle of every test, and the dense views for looking at.
+"""The equations as the paper writes them: the reference of every test, and dense matrices for inspection.
 
-Everything here holds (B, H, M, Nq, Nk) numbers in memory, works in any float dtype (half precision is computed in
+These functions need memory for (B, H, M, Nq, Nk) numbers. They work in any float dtype (half precision is computed in
 float32) and can be differentiated any number of times.
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv that of a value; i query, j key, r component.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.common import Variance, compute_dtype, shifted_keys
+from mgk.ops.common import Variance, compute_dtype, shifted_keys, zero_masked
 
 
 def visible_pairs(
     query: Tensor, num_keys: int, is_causal: bool, key_mask: Tensor | None, query_mask: Tensor | None = None
 ) -> Tensor:
-    """Which query may see which key: bool, broadcastable to (B,1,Nq,Nk). Causal is lower-right aligned."""
+    """Which query sees which key: bool, broadcastable to (B,1,Nq,Nk). The causal mask is lower-right aligned."""
     num_queries, device = query.shape[2], query.device
     visible = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
     if is_causal:
@@ -32,7 +32,9 @@ def visible_pairs(
 def log_weights(query: Tensor, key: Tensor, log_prior: Tensor | None, variance: Variance) -> Tensor:
     """l[i,j,r] = log prior[j,r] - |q_i - k_jr|^2 / (2 s2_r), Eqns 7-9, as (B,H,M,Nq,Nk)."""
     dtype = compute_dtype(query.dtype)
-    query, key = query.to(dtype)[:, :, None], key.to(dtype)  # (B,H,1,Nq,D), (B,H,M,Nk,D)
+    # An infinity counts as NaN: the expanded distance would be NaN for some of its pairs and infinite for others.
+    query, key = (x.to(dtype).masked_fill(x.isinf(), torch.nan) for x in (query, key))
+    query = query[:, :, None]  # (B,H,1,Nq,D) beside (B,H,M,Nk,D)
     distance = query.square().sum(-1)[..., :, None] - 2 * query @ key.mT + key.square().sum(-1)[..., None, :]
     if isinstance(variance, Tensor):
         variance = variance.to(dtype)[None, :, :, None, None]
@@ -51,18 +53,18 @@ def attention_weights(
     e_step: str,
     visible: Tensor,
 ) -> Tensor:
-    """A[i,j] of Eqn 9 (soft: the components add up) or Eqn 12 (hard: the largest one counts, without its prior)."""
+    """A[i,j] of Eqn 9 (soft: the sum over components) or Eqn 12 (hard: the maximum, without the prior)."""
     if e_step == "soft":
         logits = log_weights(query, key, log_prior, variance)
     else:
         logits = log_weights(query, key, None, variance).max(dim=2, keepdim=True).values
-        if log_prior is not None:  # the prior plays no part; its gradient is zero rather than absent
+        if log_prior is not None:  # the prior is not used: its gradient is zero rather than None
             logits = logits + 0 * log_prior.masked_fill(log_prior.isinf(), 0).sum()
     logits = logits.masked_fill(~visible[:, :, None], -torch.inf)
     if logits.shape[-1] == 0:  # no keys
         return logits.sum(2)
-    # A row constant cancels in the quotient. With the largest logit at 0 nothing overflows, and every row that sees
-    # a key has a sum of at least 1; a row that sees none has the sum 0, and gets zeros.
+    # A row constant cancels in the quotient. With the largest logit at 0 nothing overflows, and the sum of a row that
+    # sees a key is at least 1. A row that sees no key has the sum 0 and gets zeros.
     largest = logits.detach().amax((2, 4), keepdim=True)
     terms = (logits - largest.masked_fill(largest == -torch.inf, 0)).exp().sum(2)  # (B,H,Nq,Nk)
     total = terms.sum(-1, keepdim=True)
@@ -91,7 +93,7 @@ def prior_statistics(
     key_mask: Tensor | None,
     query_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Of the M-step: the numerator sum_i gamma[i,j,r], (H,M,Nk), and the visible queries per key, (Nk,)."""
+    """The sums of the M-step: sum_i gamma[i,j,r], (H,M,Nk), and the number of visible queries per key, (Nk,)."""
     key = key if shift is None else shifted_keys(key, shift)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     total = responsibilities(query, key, log_prior, variance, visible).sum((0, 3))
@@ -109,6 +111,7 @@ def component_statistics(
     query_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of Eqn 13 over i: gamma (B,H,M,Nk), gamma q_i (B,H,M,Nk,D) and gamma |q_i|^2 (B,H,M,Nk)."""
+    query, key = zero_masked(query, query_mask), zero_masked(key, key_mask)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     gamma = responsibilities(query, key, log_prior, variance, visible).mT  # (B,H,M,Nk,Nq)
     query = query.to(gamma.dtype)[:, :, None]
@@ -128,6 +131,7 @@ def mgk_attention(
     query_mask: Tensor | None = None,
 ) -> Tensor:
     """h_i = sum_j A[i,j] v_j, Eqn 10."""
+    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     weights = attention_weights(query, key, log_prior, variance, e_step, visible)
     weights = torch.nn.functional.dropout(weights, dropout_p)

@@ -205,8 +205,8 @@ def shifted_bias(
     """Fill `keys`, `factors` unless empty, `rows` and `overflow`; see `shifted_bias_kernel` and `key_bias`."""
     heads, width, first = query.shape[1], query.shape[-1], 0 if packed is None else -2
     launch(
-        shifted_bias_kernel, (overflow.shape[0] * (rows.shape[-1] + keys.shape[-1]) // BLOCK,), query, key, shift, log_prior,
-        as_bytes(key_mask), packed, keys, factors, rows, overflow, inverse_variance,
+        shifted_bias_kernel, (overflow.shape[0] * (rows.shape[-1] + keys.shape[-1]) // BLOCK,), query, key, shift,
+        log_prior, as_bytes(key_mask), packed, keys, factors, rows, overflow, inverse_variance,
         14.0 if query.dtype == torch.float16 else 30.0, (query.stride(first), *query.stride()[1:3]),
         (key.stride(first), *key.stride()[1:3]), heads, query.shape[2], prior_positions(log_prior, key.shape[2]),
         rows.shape[-1], keys.shape[-1], num_warps=4,

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.dispatch import block_width
-from mgk.ops.linear import CHUNK
+from mgk.ops.linear_forms import CHUNK
 from mgk.ops.operator import operator
 from mgk.ops.triton.host import as_bytes, contiguous, dense, empty_like_layout, zero_gradients
 from mgk.ops.triton.launch import launch

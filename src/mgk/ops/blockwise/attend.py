@@ -1,0 +1,147 @@
+"""Attention and its gradient, block by block, with any kernel of `kernels.py` and `shifted.py`.
+
+How results stay exact: the weights are exp(l - m_i), and any row offset m_i cancels in the normalisation.
+
+1. If norms and biases show that no weight can leave the range of normal numbers, m_i is the largest key bias.
+2. Otherwise m_i starts as an upper bound that costs nothing (a Gaussian is at most 1).
+3. If a row's sum is then below `TINY`, the bound was too loose, and its block is computed again with the exact maximum.
+4. For shifted keys the factors can still underflow where query and key prefer different components. Such a block is
+   computed again as a mixture, without factors.
+
+A row with a sum above `TINY` loses at most 1e-12 of it for each key.
+
+Backward uses m_i plus the log of the row sum as the offset, so that weights sum to 1. If m_i is so large that rounding
+would lose that log, backward keeps m_i, and divides the gradient of the output by the sums instead.
+
+G heads, Nq queries, Nk keys, Dv width of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from mgk.ops.blockwise.blocks import Block, Scratch, column_views, make_blocks
+from mgk.ops.blockwise.kernels import LOWEST, LOWEST_BACKWARD, Kernel
+from mgk.ops.blockwise.shifted import ShiftedSoft
+from mgk.ops.blockwise.weights import Dropout, WeightGradient
+
+TINY = {torch.float32: 1e-20, torch.float64: 1e-280}
+LARGE = 1e3  # of m_i: the log of a row sum then has an error of 6e-5 in float32
+
+
+class Forward:
+    """Sums of weighted values (G,Nq,Dv) and of weights (G,Nq), filled block by block."""
+
+    def __init__(self, query: Tensor, value: Tensor, dropout: Dropout, scratch: Scratch) -> None:
+        self.value, self.dropout, self.scratch, self.width = value, dropout, scratch, value.shape[-1]
+        self.output = value.new_zeros(*query.shape[:2], self.width)
+        self.total = value.new_zeros(query.shape[:2])
+
+    def run(self, kernel: Kernel, blocks: Sequence[Block]) -> None:
+        for heads, group in groupby(blocks, attrgetter("heads")):
+            kernel.select(heads)
+            value = self.value[heads]
+            extended = self.scratch("values", value.shape[0], self.width + 1, value.shape[1])
+            extended[:, : self.width], extended[:, self.width] = value.mT, 1.0  # the last row sums the weights
+            values = column_views(extended)
+            for block in group:
+                undropped: Tensor | float = 0.0
+                for keys in block.keys:
+                    weights = kernel.weights(block, keys)
+                    if self.dropout.probability:
+                        undropped = undropped + weights.sum(1)
+                        weights *= self.dropout.kept(weights, block, keys)
+                    sums = self.scratch("sums", weights.shape[0], self.width + 1, weights.shape[2])
+                    sums.baddbmm_(values[keys], weights, beta=int(keys.start > 0))
+                self.total[block.place] = undropped if self.dropout.probability else sums[:, self.width]
+                self.output[block.place] = sums[:, : self.width].mT
+
+
+def attend(
+    kernel: Kernel, value: Tensor, bound: Tensor, active: Tensor, is_causal: bool, dropout: Dropout
+) -> tuple[Tensor, Tensor]:
+    """The output (G,Nq,Dv), and what backward needs of each row, (3,G,Nq).
+
+    These are m_i, the row sum (0 and 1 where a row sees no key), and 1 where the row was computed as a mixture.
+    `bound` (G,Nq) bounds the exponents l, `active` (G,Nk) says which keys take part.
+    """
+    num_queries = bound.shape[1]
+    forward = Forward(kernel.query, value, dropout, kernel.scratch)
+    total, as_mixture = forward.total, torch.zeros_like(forward.total)
+    blocks = list(make_blocks(num_queries, active, is_causal, kernel.components))
+    kernel.limit_weights(value)
+    offset = kernel.largest_bias.expand_as(total).contiguous()
+    kernel.set_row_offset(offset)
+    if kernel.in_range:
+        forward.run(kernel, blocks)
+    else:
+        offset, uncertain = kernel.bound(bound), sees_a_key(num_queries, active, is_causal)
+        for step, (attempt, exact) in enumerate(attempts(kernel)):
+            blocks = [block for block in blocks if bool(uncertain[block.place].any())]
+            if not blocks:
+                break
+            if exact:
+                set_exact_maximum(attempt, offset, blocks)
+            attempt.set_row_offset(offset)
+            forward.run(attempt, blocks)
+            for block in blocks:
+                as_mixture[block.place] = step == 2
+            uncertain = uncertain & (total < TINY[total.dtype])
+    empty = total == 0
+    total.masked_fill_(empty, 1)
+    return forward.output.div_(total[..., None]), torch.stack([offset.masked_fill(empty, 0), total, as_mixture])
+
+
+def attempts(kernel: Kernel) -> Iterator[tuple[Kernel, bool]]:
+    """Kernels to try in turn, and whether with the exact row maximum."""
+    yield kernel, False
+    yield kernel, True
+    if isinstance(kernel, ShiftedSoft):
+        yield kernel.as_mixture(), True
+
+
+def set_exact_maximum(kernel: Kernel, offset: Tensor, blocks: Sequence[Block]) -> None:
+    """Write the largest exponent of the rows of `blocks` to `offset` (G,Nq)."""
+    kernel.set_row_offset(torch.zeros_like(offset))
+    for heads, group in groupby(blocks, attrgetter("heads")):
+        kernel.select(heads)
+        for block in group:
+            offset[block.place] = kernel.row_maximum(block)
+
+
+def sees_a_key(num_queries: int, active: Tensor, is_causal: bool) -> Tensor:
+    """Whether a row sees an active key, (G,Nq)."""
+    num_keys = active.shape[1]
+    seen = torch.nn.functional.pad(active.cumsum(-1), (1, 0))  # active keys before each position
+    last = torch.arange(num_queries) + 1 + num_keys - num_queries if is_causal else torch.full((num_queries,), num_keys)
+    return seen[:, last.clamp(min=0)] > 0
+
+
+def backward_offset(grad: Tensor, offset: Tensor, total: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The gradient of the output, the row offset and the lowest exponent that backward works with."""
+    if bool((offset.abs() > LARGE).any()):
+        return grad / total[..., None], offset, LOWEST[grad.dtype]
+    return grad, offset + total.log(), LOWEST_BACKWARD[grad.dtype]
+
+
+def attend_backward(
+    kernels: Sequence[Kernel], as_mixture: Tensor, offset: Tensor, active: Tensor, is_causal: bool,
+    grad: WeightGradient,
+) -> None:  # fmt: skip
+    """Compute the weights again and fill the gradients of `kernels` and `grad`. `as_mixture` (G,Nq) picks a kernel."""
+    for kernel in kernels:
+        kernel.set_row_offset(offset)
+        kernel.start_backward()
+    blocks = make_blocks(offset.shape[1], active, is_causal, kernels[0].components)
+    for heads, group in groupby(blocks, attrgetter("heads")):
+        grad.select(heads)
+        for kernel in kernels:
+            kernel.select_backward(heads)
+        for block in group:
+            which = int(as_mixture[block.place].max()) if len(kernels) > 1 else 0
+            kernels[which].backward(block, grad)
