@@ -64,10 +64,11 @@ class Compiler:
         self.seen.add(compiled.hash)
         shared, limit = compiled.metadata.shared, LIMITS[self.target] * 1024
         self.over += shared > limit
-        settings = next((each for each in args if type(each).__name__ == "Settings"), None)
-        about = (
-            "" if settings is None else f" path {settings.PATH} heads {settings.HEADS} tile {settings.BM}x{settings.BN}"
-        )
+        settings = next((each for each in args if hasattr(each, "PATH")), None)
+        about = ""
+        if settings is not None:
+            path, heads, queries, keys = (getattr(settings, each).value for each in ("PATH", "HEADS", "BM", "BN"))
+            about = f" path {path} heads {heads} tile {queries}x{keys}"
         text = f"{name}{about}: shared {shared} of {limit}{' OVER THE LIMIT' if shared > limit else ''}"
         if "cubin" in compiled.asm:
             text += disassembled(compiled.asm["cubin"], settings, compiled.metadata.num_warps)
@@ -90,7 +91,7 @@ def disassembled(cubin: bytes, settings: Any, warps: int) -> str:
     for body in inner_loops(listing):
         products = sum("MMA" in line for line in body)
         if products and settings is not None:
-            pairs = settings.BM * settings.BN / (32 * warps)
+            pairs = settings.BM.value * settings.BN.value / (32 * warps)
             text += f", loop {len(body) / pairs:.1f}/pair ({len(body)} instructions, {products} MMA)"
     return text
 

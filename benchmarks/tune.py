@@ -105,14 +105,14 @@ def exchange(family: str, kernel: str, tile: Candidate) -> str:
 def skip_overflowing_heads() -> None:
     """Skip the launches for heads that would overflow: their kernels would be compiled too, but do nothing."""
     for launcher in (launch_shifted, launch_projected):
-        every = launcher.launch
+        every: Any = vars(launcher)["launch"]
 
         def fitting(kernel: Any, grid: tuple[int, ...], /, *args: Any, every: Any = every, **constants: Any) -> None:
-            if not any(getattr(each, "HEADS", None) == dispatch.OVERFLOWING for each in args):
+            if not any(each.HEADS.value == dispatch.OVERFLOWING for each in args if hasattr(each, "HEADS")):
                 every(kernel, grid, *args, **constants)
 
         if every.__name__ != "fitting":
-            launcher.launch = fitting  # type: ignore[assignment]
+            vars(launcher)["launch"] = fitting
 
 
 def compile_one(job: tuple[str, bool, Case, str, Candidate]) -> None:

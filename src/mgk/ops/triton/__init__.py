@@ -12,6 +12,8 @@ B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,6 @@ from mgk.ops.dispatch import TRITON_DTYPES, TRITON_WIDTH, decodes
 from mgk.ops.triton.host import contiguous, dense, draw_seed
 from mgk.ops.triton.operators import decode_forward, projected_forward, shifted_forward
 from mgk.ops.triton.prior import prior_statistics
-from mgk.ops.triton.problem import INTERPRETED
 
 __all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
 
@@ -78,7 +79,7 @@ def needs_grad(*inputs: object) -> bool:
 
 
 def require_support(query: Tensor, value: Tensor) -> None:
-    if query.device.type != "cuda" and not INTERPRETED:
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"impl: expected CUDA tensors for 'triton', got {query.device}")
     if str(query.dtype).removeprefix("torch.") not in TRITON_DTYPES:
         raise TypeError(f"query: expected bfloat16, float16 or float32 for impl='triton', got {query.dtype}")

@@ -20,8 +20,8 @@ from mgk.ops import dispatch
 from mgk.ops.dispatch import OVERFLOWING, Call, Launch, Plan, Tile, block_width
 from mgk.ops.triton.bias import prior_positions, spans
 from mgk.ops.triton.host import dot_precision, dropout_numbers, empty_like_layout, lengths
+from mgk.ops.triton.loads import constants
 from mgk.ops.triton.primitives import PAD
-from mgk.ops.triton.settings import Settings
 
 LOG2E = math.log2(math.e)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -110,17 +110,24 @@ class Problem:
         )  # fmt: skip
         return dispatch.plan(call, "triton")
 
-    def settings(self, launch: Launch, **others: Any) -> Settings:
-        """The compile-time constants of a generic kernel."""
+    def settings(self, launch: Launch, **others: Any) -> Any:
+        """The compile-time constants C of a generic kernel.
+
+        D and DV are the widths of a head and a value, BD and BV these rounded up to powers of two, BM and BN the
+        queries and keys of a tile. EVEN: both lengths are whole tiles. SPANS: sequences differ in length, or masks hide
+        some queries or keys. POSITIONS: a prior per position needs its gradient. WIDTH: how many numbers per query one
+        pass leaves for the next. PATH, HEADS, FIXED, NARROW and AS_VECTORS are explained in `mgk.ops.dispatch`.
+        """
         width, value_width, tile = self.width, self.value.shape[-1], generic(launch.tile)
         sizes = self.query.shape[2], self.key.shape[-2]
-        return Settings(
+        rest = {"MASK_QUERIES": False, "POSITIONS": False, "AS_VECTORS": False, "WIDTH": 0} | others
+        return constants(
             D=width, DV=value_width, BD=block_width(width), BV=block_width(value_width), M=self.components,
             BM=tile.queries, BN=tile.keys, PATH=launch.path, HEADS=launch.heads, FIXED=launch.fixed,
             NARROW=launch.narrow, CAUSAL=self.causal, SPANS=self.spans is not None, PACKED=self.packed,
             KEY_MASK=self.key_mask is not None, DROPOUT=self.dropout_p > 0, VARIANCES=self.variances is not None,
             EVEN=not self.packed and min(sizes) > 0 and not any(size % PAD.value for size in sizes),
-            PRECISION=dot_precision(), HARD=self.hard, **others,
+            PRECISION=dot_precision(), HARD=self.hard, **rest,
         )  # fmt: skip
 
     def grid(self, blocks: int, launch: Launch) -> tuple[int]:
