@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mgk import cli
 from mgk.ops import measure
 from mgk.ops.measure import Method, WrongResultError
 
@@ -91,3 +92,14 @@ def test_wrong_options_are_errors_before_any_work(monkeypatch: pytest.MonkeyPatc
         bench.bench(device="cuda")
     with pytest.raises(ValueError, match=r"heads: expected an even number, .* got 3"):
         bench.bench(device="cpu", shapes=("1,3,4,4",))
+
+
+def test_plan_prints_what_a_call_gets_without_timing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--plan", "--gpu", "8.0", "--shapes", "4,8,8192,128,causal"]) == 0
+    text = capsys.readouterr().out
+    assert "sMGK, 4, 8, 8192, 128 causal, bfloat16:" in text
+    assert "generic kernel, heads on the fast path, tile 64 x 64" in text
+    assert cli.main(["bench", "--plan", "--device", "cpu"]) == 0
+    assert "blockwise (CPU tensors)" in capsys.readouterr().out
+    assert cli.main(["bench", "--plan", "--gpu", "A100"]) == 1
+    assert "--gpu: expected a compute capability" in capsys.readouterr().err

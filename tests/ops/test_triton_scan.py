@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mgk.ops import cost, linear
+from mgk.ops import cost, dispatch, linear
 from mgk.ops.feature_maps import elu
 from mgk.ops.linear import linear_attention, mlk_attention, smlk_attention
 from tests.ops.common import VARIANTS, Case, Inputs
@@ -359,20 +359,20 @@ class FakeCuda:
 
 
 def test_which_implementation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def road(positions: int = 64, impl: str = "auto", phi: Any = elu, **options: Any) -> str | None:
+    def path(positions: int = 64, impl: str = "auto", phi: Any = elu, **options: Any) -> str | None:
         tensor: Any = FakeCuda(1, 1, positions, 8, **options)
         return linear._gpu_path(tensor, tensor, tensor, phi, True, impl)
 
-    long = linear.LONG + 1
+    long = dispatch.LONG_SCAN + 1
     monkeypatch.setattr(linear, "HAS_FLA", False)
-    assert [road(), road(long), road(impl="triton")] == ["kernels"] * 3
-    assert [road(impl="blockwise"), road(impl="reference"), road(phi=None), road(dtype=torch.float64)] == [None] * 4
+    assert [path(), path(long), path(impl="triton")] == ["kernels"] * 3
+    assert [path(impl="blockwise"), path(impl="reference"), path(phi=None), path(dtype=torch.float64)] == [None] * 4
     monkeypatch.setattr(linear, "HAS_FLA", True)
-    assert [road(), road(long), road(long, impl="triton")] == ["kernels", "fla", "kernels"]
-    assert [road(phi=None), road(phi=None, impl="triton")] == ["fla", "fla"]
+    assert [path(), path(long), path(long, impl="triton")] == ["kernels", "fla", "kernels"]
+    assert [path(phi=None), path(phi=None, impl="triton")] == ["fla", "fla"]
     exact = torch.float32  # fla-core would take TF32, which is not allowed
-    assert [road(long, dtype=exact), road(phi=None, dtype=exact)] == ["kernels", None]
-    assert road(phi=None, dtype=exact, impl="triton") == "fla"
+    assert [path(long, dtype=exact), path(phi=None, dtype=exact)] == ["kernels", None]
+    assert path(phi=None, dtype=exact, impl="triton") == "fla"
 
 
 def test_auto_uses_the_kernels_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:

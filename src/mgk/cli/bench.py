@@ -9,6 +9,8 @@ import dataclasses
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +19,7 @@ from torch.nn.attention import sdpa_kernel
 
 from mgk.environment import environment
 from mgk.files import write_json
-from mgk.ops import measure
+from mgk.ops import dispatch, measure
 from mgk.ops.measure import BACKENDS, BASELINE, DIRECTIONS, MIXTURES, Case, Method, WrongResultError, make_call
 from mgk.tables import Table
 from mgk.variants import LABELS
@@ -48,6 +50,8 @@ def bench(
     shapes: tuple[str, ...] = (),
     rounds: int = 5,
     output: Path | None = None,
+    plan: bool = False,
+    gpu: str = "",
 ) -> None:
     """Measure what you gain on this machine: MGK and sMGK with half the heads against PyTorch with all of them.
 
@@ -66,15 +70,20 @@ def bench(
             the baseline. A few of different lengths if not given.
         rounds: how many times each method is timed.
         output: JSON file for all numbers, with the machine, the versions and the commit. Not written if not given.
+        plan: time nothing; print which kernels and tiles each call gets on this machine, and why.
+        gpu: with --plan, the compute capability of another GPU, e.g. 8.0 (A100), 8.9 (RTX 4090) or 9.0 (H100).
     """
     if rounds < 1:
         raise ValueError(f"--rounds: expected at least 1, got {rounds}")
     has_gpu = torch.cuda.is_available()
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
-    if device == "cuda" and not has_gpu:
+    if device == "cuda" and not has_gpu and not gpu:
         raise ValueError("--device: expected a machine with a CUDA GPU for cuda, found none")
-    cases = [parse(shape) for shape in shapes or SHAPES[device]]
+    cases = [parse(shape) for shape in shapes or SHAPES["cuda" if gpu else device]]
+    if plan:
+        print("\n".join(plans(cases, device, gpu)))
+        return
     made_in = environment()
     rows = [row for case in cases for row in compare(case, device, rounds=rounds)]
     print(table(rows))
@@ -87,6 +96,33 @@ def bench(
         write_json(output, {"environment": made_in} | found)
     if wrong := [row.error for row in rows if isinstance(row.error, str)]:
         raise WrongResultError(wrong[0])
+
+
+def plans(cases: list[Case], device: str, gpu: str) -> list[str]:
+    """What every case gets, line by line; `gpu` is the compute capability of a GPU that need not be there."""
+    major, _, minor = gpu.partition(".")
+    if gpu and not (major.isdecimal() and minor.isdecimal()):
+        raise ValueError(f"--gpu: expected a compute capability, e.g. 8.0, got {gpu!r}")
+    capability = (int(major), int(minor)) if gpu else None
+    if device == "cuda" and not gpu:
+        capability = torch.cuda.get_device_capability()
+    triton = find_spec("triton") is not None
+    version = tuple(int(part) for part in metadata.version("triton").split(".")[:2]) if triton else ()
+    lines = []
+    if capability is not None and triton:
+        known = ", ".join(".".join(map(str, each)) for each in dispatch.GLUON_VERSIONS)
+        lines.append(f"Triton {metadata.version('triton')}; the kernels for Hopper GPUs (9.0) run with Triton {known}")
+    for case in cases:
+        for family, label in (("shifted", "sMGK"), ("projected", "MGK")):
+            call = dispatch.Call(
+                family=family, dtype=str(DTYPES["cuda" if capability else device]).removeprefix("torch."),
+                device="cuda" if capability else device, capability=capability, triton=triton or bool(gpu),
+                gluon=version in dispatch.GLUON_VERSIONS, queries=case.length, keys=case.length, width=case.width,
+                value_width=case.width,
+            )  # fmt: skip
+            lines.append(f"{label}, {case.label}, {call.dtype}:")
+            lines += [f"  {name:16}{text}" for name, text in dispatch.describe(call)]
+    return lines
 
 
 def parse(shape: str) -> Case:

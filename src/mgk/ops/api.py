@@ -17,7 +17,7 @@ from torch import Tensor
 from mgk.ops import arguments as check
 from mgk.ops import blockwise, dispatch, reference
 from mgk.ops.common import compute_dtype, shifted_keys, without_autocast
-from mgk.ops.dispatch import IMPLEMENTATIONS, TRITON_WIDTH
+from mgk.ops.dispatch import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -64,7 +64,7 @@ def mgk_attention(
         query_mask: bool (B,Nq), True for real queries. The others get zeros and zero gradients, and cost nothing on a
             GPU where they are whole blocks of padding.
         dropout_p: probability of dropping an attention weight.
-        impl: "auto", "reference", "blockwise" or "triton". One asked for by name is used or raises.
+        impl: "auto", "reference", "blockwise" or "triton". An implementation that you name is used or raises an error.
     """
     query, key, _ = check.check_query_key(query, key, None)
     value = check.check_value(value, query, key)
@@ -123,7 +123,7 @@ def attention_weights(
     is_causal: bool = False,
     key_mask: Bool[Tensor, "b nk"] | None = None,
 ) -> Float[Tensor, "b h nq nk"]:
-    """The dense A of Eqn 9 or 12, for looking at: (B,H,Nq,Nk). With `shift`, key is (B,H,Nk,D)."""
+    """Compute the dense weights A of Eqn 9 or 12, (B,H,Nq,Nk), for inspection. With `shift`, key is (B,H,Nk,D)."""
     query, key, shift = check.check_query_key(query, key, shift)
     key = _component_keys(key, shift)
     log_prior, s2, e_step, is_causal, key_mask, _ = _options(
@@ -144,9 +144,9 @@ def responsibilities(
     is_causal: bool = False,
     key_mask: Bool[Tensor, "b nk"] | None = None,
 ) -> Float[Tensor, "b h m nq nk"]:
-    """gamma of Eqn 11, the share of component r in what query i gives key j, for looking at: (B,H,M,Nq,Nk).
+    """Compute gamma of Eqn 11, the share of component r in the weight of key j for query i: (B,H,M,Nq,Nk).
 
-    They sum to one over r for every pair that is visible, and are zero for the others.
+    They sum to one over r for every visible pair, and are zero for the others. Dense: for inspection.
     """
     query, key, shift = check.check_query_key(query, key, shift)
     key = _component_keys(key, shift)
@@ -170,9 +170,10 @@ def prior_statistics(
     query_mask: Bool[Tensor, "b nq"] | None = None,
     impl: str = "auto",
 ) -> tuple[Float[Tensor, "h m nk"], Float[Tensor, " nk"]]:
-    """What the M-step of the prior divides: sum over visible pairs of gamma, (H,M,Nk), and their number, (Nk,).
+    """Sum gamma over the visible queries of each key, (H,M,Nk), and count these queries, (Nk,).
 
-    Sums of several batches or processes add up. No gradient flows through an M-step.
+    The M-step of the prior divides the one by the other. Sums of several batches or processes can be added. No
+    gradient flows through an M-step.
     """
     query, key, shift = check.check_query_key(query, key, shift)
     components = key.shape[2] if shift is None else shift.shape[1]
@@ -267,9 +268,12 @@ def update_components(
 
 
 def takes_rows(x: Tensor, width: int, impl: str) -> bool:
-    """Whether `rows_attention` has kernels for heads of this width, of what is made of x."""
-    fits = x.dtype in TRITON_DTYPES and width <= TRITON_WIDTH
-    return HAS_TRITON and fits and (impl == "triton" or (impl == "auto" and x.is_cuda))
+    """Whether `rows_attention` has kernels for heads of this width, computed from x."""
+    return dispatch.takes_packed(impl, x.device.type, dtype_name(x), width, HAS_TRITON)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def rows_attention(
@@ -282,16 +286,16 @@ def rows_attention(
     e_step: str,
     is_causal: bool,
     dropout_p: float,
-    ends: Int[Tensor, " b+1"],
-    longest: int,
+    cu_seqlens: Int[Tensor, " b+1"],
+    max_seqlen: int,
 ) -> Float[Tensor, "1 h t dv"]:
-    """Attention within the rows ends[b] to ends[b+1] for each b, of which none has more than `longest`; zero behind."""
-    from mgk.ops import triton  # not loaded before it is needed
+    """Attention within packed sequences: sequence b is at cu_seqlens[b] to cu_seqlens[b+1]. Zero after the last one."""
+    from mgk.ops import triton  # loads Triton
 
     components = key.shape[2] if shift is None else shift.shape[1]
     s2 = check.check_variance(variance, query.shape[1], components, query)
     with without_autocast(query):
-        options = value, log_prior, s2, e_step, is_causal, None, dropout_p, None, ends, longest
+        options = value, log_prior, s2, e_step, is_causal, None, dropout_p, None, cu_seqlens, max_seqlen
         if shift is None:
             return triton.mgk_attention(query, key, *options)
         return triton.smgk_attention(query, key, shift, *options)
@@ -300,11 +304,11 @@ def rows_attention(
 def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
     """The module that does the work. Where "auto" is left with the dense formula, it warns once and says why."""
     check.check_choice("impl", impl, IMPLEMENTATIONS)
-    width, dtype = max(query.shape[-1], value.shape[-1]), str(query.dtype).removeprefix("torch.")
-    name, reason = dispatch.implementation(impl, query.device.type, dtype, width, HAS_TRITON)
+    width = max(query.shape[-1], value.shape[-1])
+    name, reason = dispatch.implementation(impl, query.device.type, dtype_name(query), width, HAS_TRITON)
     if name == "reference" and impl == "auto" and query.device.type != "meta":
         warn_dense(reason)
-    if name == "triton":  # not loaded before it is needed
+    if name == "triton":  # loads Triton
         from mgk.ops import triton
 
         triton.require_support(query, value)

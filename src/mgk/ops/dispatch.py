@@ -17,6 +17,7 @@ MAX_DECODE_QUERIES = 16
 SHORT = 256  # the longest sequence that one program handles alone
 SUMS = 8  # columns of the smallest matrix product: the components whose sums it can hold
 GLUON_VERSIONS = ((3, 6),)  # the Triton versions that the Hopper kernels were run with
+LONG_SCAN = 1024  # positions above which "auto" prefers fla-core, which scans all chunks at once; not measured
 HOPPER = (9, 0)
 HOPPER_BLOCK = 128
 
@@ -139,6 +140,24 @@ def implementation(impl: str, device: str, dtype: str, width: int, triton: bool)
     elif width > TRITON_WIDTH:
         reason = f"no Triton kernels for heads wider than {TRITON_WIDTH}"
     return ("triton" if reason == "CUDA tensors" else "reference"), reason
+
+
+def takes_packed(impl: str, device: str, dtype: str, width: int, triton: bool) -> bool:
+    """Whether the kernels read packed sequences as they are, for heads of this width."""
+    fits = triton and dtype in TRITON_DTYPES and width <= TRITON_WIDTH
+    return fits and (impl == "triton" or (impl == "auto" and device == "cuda"))
+
+
+def linear_path(impl: str, device: str, kernels: bool, fla: bool, length: int) -> str | None:
+    """What computes linear attention on a GPU: "kernels" (ours), "fla" (fla-core), or None.
+
+    `kernels` and `fla` say which of the two can; fla-core is preferred for long causal sequences.
+    """
+    if impl != "triton" and (impl != "auto" or device != "cuda"):
+        return None
+    if kernels and not (fla and impl == "auto" and length > LONG_SCAN):
+        return "kernels"
+    return "fla" if fla else None
 
 
 def decodes(queries: int, needs_grad: bool, dropout: bool, query_mask: bool, packed: bool) -> bool:

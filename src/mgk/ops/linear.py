@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from mgk.ops import arguments as check
+from mgk.ops import dispatch
 from mgk.ops import linear_forms as forms
 from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
 from mgk.ops.common import without_autocast
-from mgk.ops.dispatch import IMPLEMENTATIONS
+from mgk.ops.dispatch import IMPLEMENTATIONS, LONG_SCAN
 from mgk.ops.feature_maps import FeatureMap, check_feature_map, elu
 from mgk.ops.linear_forms import LinearState as LinearState
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 HAS_FLA = importlib.util.find_spec("fla") is not None  # found, not imported
 TRITON_WIDTH = 128  # the kernels keep the sums of a head in registers
-LONG = 1024  # positions above which "auto" prefers fla-core, which scans all chunks at once. Not measured.
 
 
 def mlk_attention(
@@ -214,7 +214,7 @@ def _single_component(query: object, key: object) -> tuple[Tensor, Tensor]:
 
 def never_waits(width: int, length: int, feature_map: object) -> bool:
     """Whether causal attention on a GPU never synchronises with the host, so that a CUDA graph can capture it."""
-    return HAS_TRITON and feature_map == "elu" and width <= TRITON_WIDTH and not (HAS_FLA and length > LONG)
+    return HAS_TRITON and feature_map == "elu" and width <= TRITON_WIDTH and not (HAS_FLA and length > LONG_SCAN)
 
 
 def takes_rows(x: Tensor, width: int, feature_map: object, impl: str) -> bool:
@@ -225,16 +225,13 @@ def takes_rows(x: Tensor, width: int, feature_map: object, impl: str) -> bool:
 
 
 def _gpu_path(query: Tensor, key: Tensor, value: Tensor, phi: FeatureMap, is_causal: bool, impl: str) -> str | None:
-    """What computes this on a GPU: "kernels" (ours), "fla", or None. If `impl` is "triton", None is an error."""
-    if impl != "triton" and (impl != "auto" or query.device.type != "cuda"):
-        return None
+    """What computes this on a GPU, see `dispatch.linear_path`. If `impl` is "triton", nothing is an error."""
     obstacle = _kernel_obstacle(query, value, phi, is_causal)
     fla = is_causal and _fla_obstacle(query, key) is None and (impl == "triton" or _allows_tf32(query.dtype))
-    if obstacle is None and not (fla and impl == "auto" and query.shape[2] > LONG):
-        return "kernels"
-    if not fla and impl == "triton":
+    path = dispatch.linear_path(impl, query.device.type, obstacle is None, fla, query.shape[2])
+    if path is None and impl == "triton":
         raise obstacle  # type: ignore[misc]
-    return "fla" if fla else None
+    return path
 
 
 def _fla_obstacle(query: Tensor, key: Tensor) -> Exception | None:

@@ -55,7 +55,7 @@ def forward(p: Problem) -> Saved:
             continue
         settings = p.settings(each, MASK_QUERIES=p.query_mask is not None)
         launch(
-            projected.forward_kernel, p.grid(rows.shape[-1] // settings.BM.value * p.groups, each), tensors,
+            projected.forward_kernel, p.grid(rows.shape[-1] // generic(each.tile).queries * p.groups, each), tensors,
             (1 / p.variance, *p.numbers[1:]), strides(p.query, p.key, p.value, output, packed=p.packed), batch,
             p.section, p.heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], settings,
             **compile_options(each),

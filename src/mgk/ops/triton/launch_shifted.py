@@ -68,7 +68,7 @@ def long_forward(p: Problem, plan: Plan, saved: Saved) -> None:
             continue
         settings = p.settings(each, MASK_QUERIES=p.query_mask is not None)
         launch(
-            shifted.forward_kernel, p.grid(rows.shape[-1] // settings.BM.value * p.groups, each), tensors,
+            shifted.forward_kernel, p.grid(rows.shape[-1] // generic(each.tile).queries * p.groups, each), tensors,
             (*p.numbers, 1 / p.variance), strides(p.query, p.key, p.value, output, packed=p.packed), batch, p.section,
             p.heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], settings, **compile_options(each),
         )  # fmt: skip

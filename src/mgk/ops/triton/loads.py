@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mgk.ops.triton.primitives import LOG2E, load_tile
+from mgk.ops.triton.primitives import INTERPRETED, LOG2E, load_tile
 
 NO_STRIDES = (0, 0, 0)  # of a tensor that was not passed
 
@@ -31,6 +31,8 @@ def constants(**values: Any) -> Any:
 @cache
 def constants_of(items: tuple[tuple[str, Any], ...]) -> Any:
     fields = namedtuple("Constants", [name for name, _ in items])  # type: ignore[misc]
+    if INTERPRETED:
+        return fields(*(value for _, value in items))
     return fields(*(tl.constexpr(value) for _, value in items))  # Triton 3.6 needs each field to be a constexpr
 
 

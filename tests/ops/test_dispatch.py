@@ -1,0 +1,91 @@
+"""Which implementation, kernels and tiles a call gets, for every kind of GPU, without one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from mgk.ops import dispatch
+from mgk.ops.dispatch import ALL, FITTING, OVERFLOWING, Call, Launch, Plan, Tile, plan
+
+A100, RTX4090, H100, B200 = (8, 0), (8, 9), (9, 0), (10, 0)
+LONG = {"queries": 4096, "keys": 4096, "width": 64, "value_width": 64}
+
+
+def launches(chosen: Plan) -> list[Launch]:
+    return [*chosen.forward, *chosen.query, *chosen.key]
+
+
+@pytest.mark.parametrize("family", ["shifted", "projected"])
+def test_every_call_that_the_checks_accept_has_a_plan(family: str) -> None:
+    """All widths, lengths, components and features, on all GPUs; a generic launch always has a tile."""
+    sizes = product((1, 16, 17, 32, 33, 64, 65, 128, 129, 256), (1, 64, 100, 256), (1, 2, 3, 4, 9), (1, 17, 256, 257))
+    flags = list(product(dispatch.TRITON_DTYPES, (A100, RTX4090, H100, B200), (False, True), (False, True)))
+    for number, (width, value_width, components, length) in enumerate(sizes):
+        for dtype, capability, hard, masked in flags[number % 2 :: 2]:
+            call = Call(
+                family=family, dtype=dtype, capability=capability, gluon=capability == H100, queries=length,
+                keys=length, width=width, value_width=value_width, components=components, hard=hard, masked=masked,
+                variances=masked and family == "projected",
+            )  # fmt: skip
+            chosen = plan(call)
+            assert chosen.implementation == "triton"
+            assert launches(chosen)
+            for each in launches(chosen):
+                assert (each.tile is None) == each.kernels.startswith("hopper"), call
+            for each in (chosen.forward, chosen.query, chosen.key):
+                heads = [one.heads for one in each]
+                if heads and not chosen.short and not (family == "projected" and hard):
+                    assert heads in ([ALL], [FITTING, OVERFLOWING]), call  # every head is computed once
+
+
+def test_one_component_of_width_64_is_not_short() -> None:
+    """There is no tile for it: such a call raised KeyError on every GPU."""
+    call = Call(family="shifted", queries=200, keys=200, width=64, value_width=64, components=1, capability=A100)
+    assert not plan(call).short
+    assert plan(Call(family="shifted", queries=200, keys=200, width=32, value_width=32, components=1)).short
+
+
+def test_an_a100_gets_the_generic_kernels() -> None:
+    call = Call(family="shifted", capability=A100, gluon=True, **(LONG | {"width": 128, "value_width": 128}))
+    chosen = plan(call)
+    assert {each.kernels for each in launches(chosen)} == {"generic"}
+    assert chosen.forward[0].tile == Tile(64, 64, 4, 3)
+
+
+@pytest.mark.parametrize("reason", [{}, {"gluon": False}, {"masked": True}, {"aligned": False}, {"components": 3}])
+def test_hopper_kernels_need_hopper_and_a_plain_call(reason: dict[str, object]) -> None:
+    call = dispatch.as_if(Call(family="shifted", capability=H100, gluon=True, **LONG), **reason)
+    assert ("hopper" in {each.kernels for each in launches(plan(call))}) == (not reason)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "triton", "expected", "says"),
+    [
+        ("cpu", "float32", 512, False, "blockwise", "CPU"),
+        ("cuda", "bfloat16", 64, True, "triton", "CUDA"),
+        ("cuda", "bfloat16", 64, False, "reference", "not installed"),
+        ("cuda", "float64", 64, True, "reference", "float64"),
+        ("cuda", "bfloat16", 257, True, "reference", "wider than 256"),
+        ("mps", "float32", 64, True, "reference", "mps"),
+    ],
+)
+def test_auto_says_why(device: str, dtype: str, width: int, triton: bool, expected: str, says: str) -> None:
+    name, reason = dispatch.implementation("auto", device, dtype, width, triton)
+    assert name == expected
+    assert says in reason
+    assert dispatch.implementation("blockwise", device, dtype, width, triton)[0] == "blockwise"  # a name is a name
+
+
+def test_a_few_queries_without_gradients_are_decoded() -> None:
+    call = Call(family="shifted", **(LONG | {"queries": 1}))
+    assert not plan(call).decode
+    assert plan(dispatch.as_if(call, needs_grad=False)).decode
+    assert not plan(dispatch.as_if(call, needs_grad=False, queries=17)).decode
+
+
+def test_a_plan_reads_as_text() -> None:
+    text = " ".join(line for _, line in dispatch.describe(Call(family="shifted", capability=H100, gluon=True, **LONG)))
+    assert "hopper kernel, heads on the fast path" in text
+    assert "generic kernel, heads that would overflow" in text
