@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from mgk.ops import dispatch
 from mgk.ops.dispatch import ALL, FITTING, OVERFLOWING, Call, Launch, Plan, Tile, plan
 
 A100, RTX4090, H100, B200 = (8, 0), (8, 9), (9, 0), (10, 0)
-LONG = {"queries": 4096, "keys": 4096, "width": 64, "value_width": 64}
+LONG: dict[str, Any] = {"queries": 4096, "keys": 4096, "width": 64, "value_width": 64}
 
 
 def launches(chosen: Plan) -> list[Launch]:

@@ -133,7 +133,7 @@ def forward_block(
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     s = warpgroup_mma(q_half, k_ring.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
-        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # behind the last one, that one again
+        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         w_0 = w_ring.index(2 * stage).load(mma).broadcast_to([HALF, BN])
         w_1 = w_ring.index(2 * stage + 1).load(mma).broadcast_to([HALF, BN])
         mix = mixed(rho, w_0, w_1, BEST)
@@ -252,7 +252,7 @@ def query_block(
     s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
     slope = warpgroup_mma(g_half, b_v.permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
-        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # behind the last one, that one again
+        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         w_0 = w_ring.index(2 * stage).load(mma).broadcast_to([HALF, BN])
         w_1 = w_ring.index(2 * stage + 1).load(mma).broadcast_to([HALF, BN])
         mix = mixed(narrow_rho, w_0, w_1, BEST)
@@ -409,7 +409,7 @@ def key_block(
     s = warpgroup_mma(k_half, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
     slope = warpgroup_mma(v_half, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
-        stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # behind the last, that again
+        stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # after the last one, itself
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
         e = gl.exp2(s * scale - r_ring.index(2 * stage).load(mma))
         g = (e * (slope - r_ring.index(2 * stage + 1).load(mma))).to(gl.bfloat16)

@@ -112,7 +112,7 @@ def forward_block(
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     s_0, s_1 = scores(q_half, k_ring, 0, zero, BN, D)
     for t in range(count):
-        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # behind the last one, that one again
+        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         s_0, s_1 = warpgroup_mma_wait(0, deps=(s_0, s_1))
         w_0, w_1 = w_ring.index(2 * stage).load(mma), w_ring.index(2 * stage + 1).load(mma)
         if BEST:
@@ -214,7 +214,7 @@ def query_block(
     b_v = v_ring.index(0).reshape([BN, D])
     slope = warpgroup_mma(g_half, b_v.permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
-        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # behind the last one, that one again
+        stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         s_0, s_1, slope = warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
         w_0, w_1 = w_ring.index(2 * stage).load(mma), w_ring.index(2 * stage + 1).load(mma)
         if BEST:
@@ -361,7 +361,7 @@ def key_block(
     s_1 = warpgroup_mma(k_1, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
     slope = warpgroup_mma(v_half, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
-        stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # behind the last, that again
+        stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # after the last one, itself
         s_0, s_1, slope = warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
         lse, delta = r_ring.index(2 * stage).load(mma), r_ring.index(2 * stage + 1).load(mma)
         if BEST:
@@ -444,7 +444,7 @@ def component_block(
     s = warpgroup_mma(k_own, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
     slope = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
-        stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # behind the last, that again
+        stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # after the last one, itself
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
         lse, delta = r_ring.index(2 * stage).load(mma), r_ring.index(2 * stage + 1).load(mma)
         p = multiply(gl.exp2(s * scale - lse).to(gl.bfloat16), weight)

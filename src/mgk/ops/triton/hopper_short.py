@@ -1,14 +1,14 @@
-"""Shifted keys for short sequences of narrow heads, in Gluon: four warps do a head.
+"""Kernels for shifted keys, short sequences and narrow heads on Hopper GPUs, in Gluon: four warps compute a head.
 
-Triton gives products of 64 rows to four warps at once, which meet before and after each of them; where a product is as
-small as these, they do little else (short.py). Here each warp has 16 rows of its own, its products are those of one
-warp, and weights go from one into the next within registers. A head lies in shared memory, where nobody writes while
-it is read: between its beginning and its end warps wait for no other.
+Triton gives a product of 64 rows to four warps together, which synchronise before and after it; with products as small
+as these, they do little else (short.py). Here each warp has 16 rows and products of its own, and weights go from one
+product to the next in registers. A head is kept in shared memory, which is only read between its beginning and its
+end, so that no warp waits for another.
 
-The mixing stays outside of the loops: with e = 2^(q.k/s2 - bound) the output is sum_r rho_r [sum_j e w_r v], over the
-same of ones in place of v, and the backward pass is that of short.py. But for the scores, which both sides compute:
-first a warp has 16 keys and walks over the queries, then the other way round. The hard E-step gives e to the component
-that wins. Two components, bfloat16. Heads that would overflow, masks, dropout and other widths use short.py.
+The mixing stays outside of the loops: with e = 2^(q.k/s2 - bound) the output is sum_r rho_r [sum_j e w_r v], divided
+by the same sum with ones in place of v. The backward pass is that of short.py, except that both sides compute the
+scores: first a warp has 16 keys and loops over the queries, then the other way round. The hard E-step gives e to the
+winning component. Two components, bfloat16. Heads that would overflow, masks, dropout and other widths use short.py.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ def backward_kernel(
 
 
 def registers(name: str, width: int) -> int:
-    """What lets three programs share a multiprocessor; where shared memory has room for two, as many as there are."""
+    """The register limit: three programs share a multiprocessor, or two where shared memory allows no more."""
     return 255 if name == "backward_kernel" and width > 16 else 168
 
 

@@ -1,6 +1,6 @@
 """The attention kernels as operators of PyTorch: their schemas, gradients, shapes for tracing, and FLOP counts.
 
-An operator's arguments are flat, as `torch.library` wants them; `Problem` holds them together behind it.
+An operator's arguments are flat, as `torch.library` requires (14 to 20 of them); `Problem` groups them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small jitted pieces that the kernels share.
 
-Names inside kernels: i_ program index, o_ offsets, b_ block in registers; shapes behind each block. All logarithms are
-to the base 2, so that one hardware instruction takes the exponential.
+Names inside kernels: i_ program index, o_ offsets, b_ block in registers; comments give the shapes of blocks. All
+logarithms are to the base 2, so that one hardware instruction computes the exponential.
 
 BM queries and BN keys of a tile, BD and BV the widths D and Dv rounded up to a power of two, M components.
 """
