@@ -35,8 +35,8 @@ def test_every_call_that_the_checks_accept_has_a_plan(family: str) -> None:
             assert launches(chosen)
             for each in launches(chosen):
                 assert (each.tile is None) == each.kernels.startswith("hopper"), call
-            for each in (chosen.forward, chosen.query, chosen.key):
-                heads = [one.heads for one in each]
+            for step in (chosen.forward, chosen.query, chosen.key):
+                heads = [each.heads for each in step]
                 if heads and not chosen.short and not (family == "projected" and hard):
                     assert heads in ([ALL], [FITTING, OVERFLOWING]), call  # every head is computed once
 
