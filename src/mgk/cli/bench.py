@@ -20,6 +20,7 @@ from torch.nn.attention import sdpa_kernel
 from mgk.environment import environment
 from mgk.files import write_json
 from mgk.ops import dispatch, measure
+from mgk.ops.common import dtype_name
 from mgk.ops.measure import BACKENDS, BASELINE, DIRECTIONS, MIXTURES, Case, Method, WrongResultError, make_call
 from mgk.tables import Table
 from mgk.variants import LABELS
@@ -115,7 +116,7 @@ def plans(cases: list[Case], device: str, gpu: str) -> list[str]:
     for case in cases:
         for family, label in (("shifted", "sMGK"), ("projected", "MGK")):
             call = dispatch.Call(
-                family=family, dtype=str(DTYPES["cuda" if capability else device]).removeprefix("torch."),
+                family=family, dtype=dtype_name(DTYPES["cuda" if capability else device]),
                 device="cuda" if capability else device, capability=capability, triton=triton or bool(gpu),
                 gluon=version in dispatch.GLUON_VERSIONS, queries=case.length, keys=case.length, width=case.width,
                 value_width=case.width,

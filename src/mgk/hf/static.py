@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mgk.models import LanguageModel
 from mgk.nn import KeyValueCache, StackCache
-from mgk.nn.graph import capture
+from mgk.ops.graph import capture
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mgk.nn.packing import reorder
 from mgk.ops import arguments as check
-from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
-from mgk.ops.common import autocasts
+from mgk.ops.api import HAS_TRITON
+from mgk.ops.common import autocasts, dtype_name
+from mgk.ops.dispatch import TRITON_DTYPES
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -140,7 +141,8 @@ class TiedSoftmax(nn.Module):
 
 def is_fused(hidden: Tensor, *, adaptive: bool, logits: int) -> bool:
     """Whether a kernel computes the losses without storing logits: if there are many, or for an adaptive softmax."""
-    fits = hidden.is_cuda and HAS_TRITON and hidden.dtype in TRITON_DTYPES and hidden.shape[1] <= FUSED_WIDTH
+    supported = HAS_TRITON and dtype_name(hidden.dtype) in TRITON_DTYPES and hidden.shape[1] <= FUSED_WIDTH
+    fits = hidden.is_cuda and supported
     return fits and (adaptive or logits > MAX_LOGITS)
 
 

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from mgk.ops import arguments as check
 from mgk.ops import blockwise, dispatch, reference
-from mgk.ops.common import compute_dtype, shifted_keys, without_autocast
+from mgk.ops.common import compute_dtype, dtype_name, shifted_keys, without_autocast
 from mgk.ops.dispatch import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def mgk_attention(
@@ -269,11 +268,7 @@ def update_components(
 
 def takes_rows(x: Tensor, width: int, impl: str) -> bool:
     """Whether `rows_attention` has kernels for heads of this width, computed from x."""
-    return dispatch.takes_packed(impl, x.device.type, dtype_name(x), width, HAS_TRITON)
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return dispatch.takes_packed(impl, x.device.type, dtype_name(x.dtype), width, HAS_TRITON)
 
 
 def rows_attention(
@@ -305,7 +300,7 @@ def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
     """The module that does the work. Where "auto" is left with the dense formula, it warns once and says why."""
     check.check_choice("impl", impl, IMPLEMENTATIONS)
     width = max(query.shape[-1], value.shape[-1])
-    name, reason = dispatch.implementation(impl, query.device.type, dtype_name(query), width, HAS_TRITON)
+    name, reason = dispatch.implementation(impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON)
     if name == "reference" and impl == "auto" and query.device.type != "meta":
         warn_dense(reason)
     if name == "triton":  # loads Triton

@@ -14,14 +14,16 @@ from torch import Tensor
 from mgk.ops.arguments import is_traced
 
 Variance = float | Tensor
-MAX_QUERIES = 16  # of the kernels for decoding
-# With at least MANY_ROWS rows of at most NARROW columns, our kernels sum columns faster than PyTorch does.
-MANY_ROWS, NARROW = 1 << 13, 1024
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: float32 for half precision, otherwise `dtype` itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name as `mgk.ops.dispatch` has it: "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def autocasts(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ needs neither a GPU nor Triton, so that the plan for any machine can be tested a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def narrow(self) -> bool:
-        return self.dtype == "bfloat16" and self.components <= SUMS
+        return is_narrow(self.dtype, self.components)
 
     @property
     def short(self) -> bool:
@@ -119,6 +119,11 @@ class Plan:
     key_tile: Tile | None = None
 
 
+def is_narrow(dtype: str, components: int) -> bool:
+    """Whether weights can be mixed in bfloat16 and summed by matrix products."""
+    return dtype == "bfloat16" and components <= SUMS
+
+
 def block_width(width: int) -> int:
     """The width of a block in registers: matrix products need powers of two, and at least 16."""
     return max(16, 1 << (width - 1).bit_length())
@@ -130,16 +135,15 @@ def implementation(impl: str, device: str, dtype: str, width: int, triton: bool)
         return impl, "asked for by name"
     if device == "cpu":
         return "blockwise", "CPU tensors"
-    reason = "CUDA tensors"
     if device != "cuda":
-        reason = f"no kernels for device {device}"
-    elif not triton:
-        reason = "Triton is not installed"
-    elif dtype not in TRITON_DTYPES:
-        reason = f"no Triton kernels for {dtype}"
-    elif width > TRITON_WIDTH:
-        reason = f"no Triton kernels for heads wider than {TRITON_WIDTH}"
-    return ("triton" if reason == "CUDA tensors" else "reference"), reason
+        return "reference", f"no kernels for device {device}"
+    if not triton:
+        return "reference", "Triton is not installed"
+    if dtype not in TRITON_DTYPES:
+        return "reference", f"no Triton kernels for {dtype}"
+    if width > TRITON_WIDTH:
+        return "reference", f"no Triton kernels for heads wider than {TRITON_WIDTH}"
+    return "triton", "CUDA tensors"
 
 
 def takes_packed(impl: str, device: str, dtype: str, width: int, triton: bool) -> bool:
@@ -310,8 +314,3 @@ def describe_launch(launch: Launch) -> str:
         tile = launch.tile
         text += f", tile {tile.queries} x {tile.keys}, {tile.warps} warps, {tile.stages} stages"
     return text
-
-
-def as_if(call: Call, **changes: object) -> Call:
-    """The same call on another machine or with other features."""
-    return replace(call, **changes)  # type: ignore[arg-type]

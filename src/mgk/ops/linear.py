@@ -21,9 +21,9 @@ from torch import Tensor
 from mgk.ops import arguments as check
 from mgk.ops import dispatch
 from mgk.ops import linear_forms as forms
-from mgk.ops.api import HAS_TRITON, TRITON_DTYPES
-from mgk.ops.common import without_autocast
-from mgk.ops.dispatch import IMPLEMENTATIONS, LONG_SCAN
+from mgk.ops.api import HAS_TRITON
+from mgk.ops.common import dtype_name, without_autocast
+from mgk.ops.dispatch import IMPLEMENTATIONS, LONG_SCAN, TRITON_DTYPES
 from mgk.ops.feature_maps import FeatureMap, check_feature_map, elu
 from mgk.ops.linear_forms import LinearState as LinearState
 
@@ -246,7 +246,7 @@ def _fla_obstacle(query: Tensor, key: Tensor) -> Exception | None:
 def _kernel_obstacle(query: Tensor, value: Tensor, phi: FeatureMap, is_causal: bool = False) -> Exception | None:
     """The exception that says why our kernels cannot run these arguments. Triton's interpreter runs them on a CPU."""
     on_gpu = query.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if not on_gpu or query.dtype not in TRITON_DTYPES:
+    if not on_gpu or dtype_name(query.dtype) not in TRITON_DTYPES:
         return ValueError(f"impl: 'triton' needs float32 or half on CUDA, got {query.dtype} on {query.device}")
     where = "without fla-core" if is_causal else "where is_causal=False"
     if phi is not elu:

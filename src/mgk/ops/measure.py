@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from mgk.ops import api, reference
+from mgk.ops import api, graph, reference
 from mgk.ops.common import shifted_keys
 
 COMPONENTS = 2
@@ -221,16 +221,11 @@ def seconds(work: Callable[[], object]) -> float:
 
 def capture(work: Callable[[], Any]) -> Callable[[], None]:
     """Record `work` in a CUDA graph and return its replay, whose time does not include Python or launches."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    device = torch.device("cuda", torch.cuda.current_device())
+    with graph.side_stream(device):
         for _ in range(2):
             work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+    return graph.capture(work, device, advice="time it eagerly")[0].replay
 
 
 def cuda_milliseconds(work: Callable[[], Any], rounds: int = 3) -> float:

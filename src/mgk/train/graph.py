@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk.nn.graph import capture
+from mgk.ops.graph import capture, side_stream
 
 Batch = dict[str, Tensor]
 Work = Callable[[Batch], None]
@@ -47,11 +47,8 @@ class Graphs:
 
     def warm_up(self, batch: Batch) -> None:
         """Run eagerly on a side stream, as CUDA requires before a capture."""
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with side_stream(self.device) as stream:
             self.work(batch)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
         for tensor in batch.values():
             tensor.record_stream(stream)
 

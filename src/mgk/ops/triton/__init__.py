@@ -17,6 +17,7 @@ import os
 import torch
 from torch import Tensor
 
+from mgk.ops.common import dtype_name
 from mgk.ops.dispatch import TRITON_DTYPES, TRITON_WIDTH, decodes
 from mgk.ops.triton.host import contiguous, dense, draw_seed
 from mgk.ops.triton.operators import decode_forward, projected_forward, shifted_forward
@@ -81,7 +82,7 @@ def needs_grad(*inputs: object) -> bool:
 def require_support(query: Tensor, value: Tensor) -> None:
     if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"impl: expected CUDA tensors for 'triton', got {query.device}")
-    if str(query.dtype).removeprefix("torch.") not in TRITON_DTYPES:
+    if dtype_name(query.dtype) not in TRITON_DTYPES:
         raise TypeError(f"query: expected bfloat16, float16 or float32 for impl='triton', got {query.dtype}")
     if max(query.shape[-1], value.shape[-1]) > TRITON_WIDTH:
         raise ValueError(

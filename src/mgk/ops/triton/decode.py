@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mgk.ops.common import MAX_QUERIES
+from mgk.ops.dispatch import MAX_DECODE_QUERIES
 from mgk.ops.triton.host import dense, dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.loads import (
@@ -255,8 +255,8 @@ def decode_attention(
     """
     batch, heads, num_queries, width = query.shape
     num_keys, value_width = value.shape[-2:]
-    if num_queries > MAX_QUERIES:
-        raise ValueError(f"query: expected at most {MAX_QUERIES} queries to decode, got {num_queries}")
+    if num_queries > MAX_DECODE_QUERIES:
+        raise ValueError(f"query: expected at most {MAX_DECODE_QUERIES} queries to decode, got {num_queries}")
     out = query.new_empty(batch, heads, num_queries, value_width)
     if out.numel() == 0 or num_keys == 0:
         return out.zero_()
@@ -293,7 +293,7 @@ def decode_attention(
     else:
         launch(
             few_queries_kernel, (batch * heads * splits,), *arguments, heads, num_queries, num_keys, splits, split_keys,
-            is_causal, dot_precision(), MAX_QUERIES, sizes,
+            is_causal, dot_precision(), MAX_DECODE_QUERIES, sizes,
             num_warps=WARPS if block_d * key.element_size() < 1024 else 8,
             num_stages=max(1, min(STAGES, 128 * 1024 // tile_bytes)),
         )  # fmt: skip

@@ -41,7 +41,6 @@ BLOCK = gl.constexpr(64)  # queries or keys of a tile, 16 for each warp
 COLUMNS = gl.constexpr(8)  # of the products that sum rows
 LOG2E = gl.constexpr(primitives.LOG2E.value)
 FAST_KEYS, FAST_ROWS = gl.constexpr(bias.FAST_KEYS.value), gl.constexpr(bias.FAST_ROWS.value)
-WIDTHS = (16, 32)
 # Of products of one warp, what is on their left and right, and vectors along their rows and columns; of shared memory.
 PRODUCT = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 MMA, LEFT, RIGHT, ROW, COLUMN = map(

@@ -28,7 +28,7 @@ def results(p: Problem) -> Saved:
     """Memory for what `forward` returns."""
     _, num_queries, num_keys = p.lengths
     biases = (p.groups, p.components, padded(num_keys))
-    narrow = p.query.dtype == torch.bfloat16 and p.components <= 8 and p.variances is None and not p.hard
+    narrow = p.narrow and p.variances is None and not p.hard
     return (
         p.new_output(), p.empty(p.groups, padded(num_queries)), p.empty(*biases),
         p.empty(*(biases if narrow else (0,)), dtype=torch.bfloat16),

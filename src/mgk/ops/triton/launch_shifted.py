@@ -30,12 +30,11 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # output, rows, keys, fac
 def results(p: Problem) -> Saved:
     """Memory for what `forward` returns."""
     _, num_queries, num_keys = p.lengths
-    narrow = p.query.dtype == torch.bfloat16 and p.components <= 8
     return (
         p.new_output(),
         p.empty(p.groups, 1 + 2 * p.components, padded(num_queries)),
         p.empty(p.groups, 1 + 2 * p.components, padded(num_keys)),
-        p.empty(*((p.groups, p.components, padded(num_keys)) if narrow else (0,)), dtype=torch.bfloat16),
+        p.empty(*((p.groups, p.components, padded(num_keys)) if p.narrow else (0,)), dtype=torch.bfloat16),
         p.empty(p.groups, 2),
     )
 

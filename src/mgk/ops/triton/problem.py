@@ -7,7 +7,6 @@ width of a value.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,16 +16,16 @@ import triton
 from torch import Tensor
 
 from mgk.ops import dispatch
+from mgk.ops.common import dtype_name
 from mgk.ops.dispatch import OVERFLOWING, Call, Launch, Plan, Tile, block_width
 from mgk.ops.triton.bias import prior_positions, spans
 from mgk.ops.triton.host import dot_precision, dropout_numbers, empty_like_layout, lengths
 from mgk.ops.triton.loads import constants
-from mgk.ops.triton.primitives import PAD
+from mgk.ops.triton.primitives import INTERPRETED, PAD
 
 LOG2E = math.log2(math.e)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-GLUON = VERSION in dispatch.GLUON_VERSIONS and not INTERPRETED
+GLUON = VERSION in dispatch.GLUON_VERSIONS and not INTERPRETED.value
 CACHE_BYTES = 48 * 2**20  # of an H200's second-level cache
 FEW_PROGRAMS = 264  # for the heads that would overflow, of which there are mostly none
 
@@ -54,6 +53,11 @@ class Problem:
     causal: bool
     dropout_p: float
     max_seqlen: int
+
+    @property
+    def narrow(self) -> bool:
+        """Whether factors of the keys are kept in bfloat16, see `mgk.ops.dispatch`."""
+        return dispatch.is_narrow(dtype_name(self.query.dtype), self.components)
 
     @property
     def packed(self) -> bool:
@@ -101,7 +105,7 @@ class Problem:
     def plan(self, *others: Tensor) -> Plan:
         """What runs. `others` are further tensors that the kernels read in tiles."""
         call = Call(
-            family="projected" if self.shift is None else "shifted", dtype=str(self.query.dtype).removeprefix("torch."),
+            family="projected" if self.shift is None else "shifted", dtype=dtype_name(self.query.dtype),
             capability=capability(self.query.device), gluon=GLUON, queries=self.query.shape[2],
             keys=self.key.shape[-2], width=self.width, value_width=self.value.shape[-1], components=self.components,
             hard=self.hard, masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,

@@ -1,13 +1,24 @@
-"""CUDA graph capture: the one implementation behind training steps (`mgk.train`) and generation (`mgk.hf`)."""
+"""CUDA graph capture, for training steps (`mgk.train`), generation (`mgk.hf`) and benchmarks (`mgk.ops.measure`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[Any]:
+    """Run what is inside on a stream of its own, as CUDA requires of work before it is captured."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def capture(
