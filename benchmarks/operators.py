@@ -11,6 +11,8 @@ import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
@@ -48,18 +50,23 @@ def measure_problems(
 
 
 def compile_all(problems: Sequence[Problem], anchors: Sequence[str]) -> None:
+    """Compile all kernels in worker processes. The timing process then finds them on disk."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # there are enough processes
     compiled = [name for name in anchors if name not in BACKENDS]
     jobs: list[tuple[Problem, str | Method]] = []
     for problem in problems:
         names: list[str | Method] = [*problem.methods, *compiled]
         jobs += [(problem, name) for name in names]
-    with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1, WORKERS)) as pool:
-        pool.map(compile_kernels, jobs, chunksize=1)
+    workers = min(len(jobs), os.cpu_count() or 1, WORKERS)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        try:
+            list(pool.map(compile_kernels, jobs))
+        except BrokenProcessPool as reason:  # a compiler crashed; the timing process compiles the rest
+            print(f"not all kernels were compiled beforehand: {explain(reason)}", flush=True)
 
 
 def compile_kernels(job: tuple[Problem, str | Method]) -> None:
-    """Compile the kernels of a job in a process of its own; the timing process then finds them on disk."""
+    """Run a contender once, and its check."""
     problem, each = job
     try:
         with problem.precision():
@@ -210,12 +217,13 @@ def error(problem: Problem, method: Method, std: float = 1.0) -> dict[str, float
     Computed without dropout, on a part of the problem that has as many positions beyond whole blocks.
     """
     length = min(problem.length, 384 + problem.length % 128)
-    small = dataclasses.replace(problem, batch=1, heads=4, length=length, dropout=0.0, padded=False)
+    small = dataclasses.replace(problem, batch=1, heads=4, length=length, dropout=0.0)
+    options = options_of(small)
     inputs = inputs_of(small, method, std)
     grad = torch.randn_like(inputs["value"])
     exact = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
-    expected = attend_and_grad(method, exact, grad.double(), is_causal=small.is_causal, impl="reference")
-    found = attend_and_grad(method, inputs, grad, is_causal=small.is_causal)
+    expected = attend_and_grad(method, exact, grad.double(), **options, impl="reference")
+    found = attend_and_grad(method, inputs, grad, **options)
     eager = eager_low_precision(small, method, inputs, grad)
     result = {}
     for name, want in expected.items():
@@ -242,8 +250,11 @@ def eager_low_precision(problem: Problem, method: Method, inputs: dict[str, Tens
         scores = (scores + leaves["log_prior"].to(query)[None, :, :, None, None]).logsumexp(2)
     else:
         scores = scores.amax(2)
-    visible = reference.visible_pairs(query, key.shape[-2], problem.is_causal, None)
+    mask = problem.mask(DEVICE)
+    visible = reference.visible_pairs(query, key.shape[-2], problem.is_causal, mask)
     output = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
+    if mask is not None:
+        output = output * mask[:, None, :, None]
     return {"output": output, **measure.gradients(output, leaves, grad)}
 
 
