@@ -10,9 +10,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mgk.ops.triton import hopper, hopper_common, hopper_projected, hopper_short
+from mgk.ops.triton import hopper, hopper_backward, hopper_common, hopper_projected, hopper_short, loads
 from mgk.ops.triton.hopper_common import ROW16, ROW32
 
+MODULES = hopper, hopper_backward, hopper_projected
 MEMORY = 233472  # what a multiprocessor has; each program takes 1,024 bytes more than it asks for
 
 
@@ -21,10 +22,17 @@ def descriptor(rows: int, width: int, layout: Any, kind: str = "bf16", rank: int
     return f"tensordesc<{kind}[{','.join(map(str, shape))}],{layout!r}>"
 
 
-def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> Any:
+def compiled(
+    module: Any, name: str, width: int, hard: bool, causal: bool, components: int = 2, head: int | None = None
+) -> Any:
+    """`width` of a block, and `head`, of what fills it where it is less."""
     kernel, tile, thin = getattr(module, name), hopper_common.layout(width, 4), hopper_common.THIN.value
-    constants: dict[str, Any] = {"CAUSAL": causal, "BEST": hard, **module.sizes(name, width)}
+    constants: dict[str, Any] = {"CAUSAL": causal, "BEST": hard}
     constants["POSITIONS" if name == "key_kernel" else "EVEN"] = causal
+    if module is hopper_projected:
+        constants |= module.sizes(name, width)
+    else:
+        constants = hopper.settings(name, head or width, width, components, **constants)
     queries, keys, projected = constants["BM"], constants["BN"], module is hopper_projected
     other = queries if name == "key_kernel" else keys
     kinds = {
@@ -40,6 +48,8 @@ def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> An
     if projected:
         kinds["KEYS"] = "*fp32" if hard else "*bf16"
         kinds["w_desc"] = descriptor(1, other, ROW32, "fp32") if hard else kinds["w_desc"]
+    if not projected:
+        constants = {"C": loads.constants(**constants)}
     signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
@@ -65,10 +75,14 @@ def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool =
 
 
 if __name__ == "__main__":
-    for module in [each for each in (hopper, hopper_projected) if each.__name__.split(".")[-1] in sys.argv]:
-        for name, width in module.SIZES:
+    for module in [each for each in MODULES if each.__name__.split(".")[-1] in sys.argv]:
+        shifted = module is not hopper_projected
+        for name, width in hopper.SIZES if shifted else module.SIZES:
+            if not hasattr(module, name):
+                continue
             hard = (width != 128) == (name == "query_kernel")
-            result = compiled(module, name, width, hard, causal=hard == (module is hopper))
+            head = None if hard else width - 16
+            result = compiled(module, name, width, hard, hard == shifted, head=head if shifted else None)
             if result.metadata.shared + 1024 > MEMORY:
                 raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
     if "hopper_short" in sys.argv:

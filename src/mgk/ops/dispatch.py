@@ -82,6 +82,10 @@ class Call:
         return max(block_width(self.width), block_width(self.value_width))
 
     @property
+    def fills_blocks(self) -> bool:
+        return self.width == self.value_width == self.block_width
+
+    @property
     def narrow(self) -> bool:
         return is_narrow(self.dtype, self.components)
 
@@ -93,15 +97,16 @@ class Call:
         return self.family == "shifted" and few and small and self.dtype == "bfloat16"
 
     def on_hopper(self, widths: tuple[int, ...]) -> bool:
-        """Whether a Hopper kernel for these head widths takes the call."""
+        """Whether a Hopper kernel for blocks of these widths takes the call."""
         plain = not (self.masked or self.packed or self.dropout or self.variances)
-        fits = self.dtype == "bfloat16" and self.components == 2 and self.width == self.value_width
-        return self.gluon and self.capability == HOPPER and plain and fits and self.width in widths
+        fits = self.dtype == "bfloat16" and self.components == 2
+        return self.gluon and self.capability == HOPPER and plain and fits and self.block_width in widths
 
     def wide(self, least: int) -> bool:
         """Whether the Hopper kernels for long sequences take the call, with heads at least so wide."""
         long = self.aligned and min(self.queries, self.keys) >= HOPPER_BLOCK
-        return long and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
+        fits = self.family == "shifted" or self.fills_blocks
+        return long and fits and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ def plan(call: Call, impl: str = "auto") -> Plan:
 def short(call: Call, kind: str) -> tuple[Launch, ...]:
     """One program per head. On Hopper a kernel of its own takes the heads that fit, and leaves the others."""
     tile = choose_tile("shifted", f"short {kind}", call)
-    if call.on_hopper((16, 32)) and min(call.queries, call.keys) > 0:
+    if call.on_hopper((16, 32)) and call.fills_blocks and min(call.queries, call.keys) > 0:
         return Launch("hopper short", FITTING), Launch("short", OVERFLOWING, tile=tile)
     return (Launch("short", ALL, tile=tile),)
 
@@ -212,7 +217,7 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
     if call.wide(32):  # the query pass of narrower heads is faster in Triton
         key = on_hopper(backward)
         vectors = (backward[0]._replace(as_vectors=True), *backward[1:])
-        query = on_hopper(backward) if call.width > 32 else vectors
+        query = on_hopper(backward) if call.block_width > 32 else vectors
     return {"forward": forward, "query": query, "key": key}
 
 

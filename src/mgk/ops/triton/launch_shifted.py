@@ -22,7 +22,7 @@ from mgk.ops.triton.primitives import COLUMNS
 from mgk.ops.triton.problem import GLUON, Problem, compile_options, generic, lanes, padded, strides
 
 if GLUON:
-    from mgk.ops.triton import hopper, hopper_common, hopper_short
+    from mgk.ops.triton import hopper, hopper_backward, hopper_common, hopper_short
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # output, rows, keys, factors, overflow
 
@@ -124,7 +124,7 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
         return part.sum((0, 2))
     for each in plan.query if query_parts else ():
         if each.kernels == "hopper":
-            hopper.query_side(p, saved, grad, (key_columns, row_columns), row_stats, grad_query, part)
+            hopper_backward.query_side(p, saved, grad, (key_columns, row_columns), row_stats, grad_query, part)
             continue
         tensors = (
             overflow, p.spans, p.query, p.key, p.shift, p.value, keys, factors, or_unused(key_columns, factors), output,
@@ -137,7 +137,7 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
         )  # fmt: skip
     for each in plan.key if key_parts else ():
         if each.kernels == "hopper":
-            hopper.key_side(p, saved, grad, row_columns, row_stats, grads, part)
+            hopper_backward.key_side(p, saved, grad, row_columns, row_stats, grads, part)
             continue
         tensors = (
             overflow, p.spans, p.query, p.key, p.shift, p.value, keys, rows, or_unused(row_columns, factors), p.seed,
