@@ -81,8 +81,8 @@ if __name__ == "__main__":
             if not hasattr(module, name):
                 continue
             hard = (width != 128) == (name == "query_kernel")
-            head = None if hard else width - 16
-            result = compiled(module, name, width, hard, hard == shifted, head=head if shifted else None)
+            others = (4, width - 16) if shifted and not hard and width > 32 else ()
+            result = compiled(module, name, width, hard, hard == shifted, *others)
             if result.metadata.shared + 1024 > MEMORY:
                 raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
     if "hopper_short" in sys.argv:

@@ -98,6 +98,23 @@ def test_widths_between(case: Case, taken: list[str]) -> None:
     assert taken == ALL
 
 
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        (replace(CASE, M=1, Nq=200, Nk=331, prior="position"), ALL),
+        (replace(CASE, M=3, Nq=300, Nk=333, is_causal=True), ALL),
+        (replace(CASE, M=4, Nq=130, Nk=200, D=96, Dv=96, prior="position"), ALL),
+        (replace(CASE, M=8, H=1, B=2, Nq=128, Nk=256, prior=None), ALL),
+        (replace(CASE, M=3, Nq=130, Nk=200, e_step="hard"), ["forward_kernel"]),
+    ],
+    ids=["1", "3", "4", "8", "3 hard"],
+)
+def test_other_numbers_of_components(case: Case, kernels: list[str], taken: list[str]) -> None:
+    """Backward, a hard E-step knows only two."""
+    assert_low_precision(case, torch.bfloat16)
+    assert taken == kernels
+
+
 NARROW_HEADS = replace(CASE, Nq=384, Nk=384, D=32, Dv=32)
 
 
@@ -213,8 +230,9 @@ def test_the_same_bits_every_time_and_in_any_layout(case: Case, kernels: list[st
     [
         *(replace(CASE, Nk=100, variant=variant) for variant in VARIANTS),
         *(replace(CASE, masked=True, variant=variant) for variant in VARIANTS),
-        *(replace(CASE, M=3, variant=variant) for variant in VARIANTS),
+        replace(CASE, M=9),
         replace(CASE, D=20, Dv=64),
+        replace(CASE, M=3, variant="mgk"),
         replace(CASE, D=48, Dv=64, variant="mgk"),
         replace(CASE, D=72, Dv=72, variant="mgk"),
     ],

@@ -82,10 +82,6 @@ class Call:
         return max(block_width(self.width), block_width(self.value_width))
 
     @property
-    def fills_blocks(self) -> bool:
-        return self.width == self.value_width == self.block_width
-
-    @property
     def narrow(self) -> bool:
         return is_narrow(self.dtype, self.components)
 
@@ -96,17 +92,24 @@ class Call:
         small = self.block_width <= 32 and self.components * self.block_width <= 64
         return self.family == "shifted" and few and small and self.dtype == "bfloat16"
 
-    def on_hopper(self, widths: tuple[int, ...]) -> bool:
-        """Whether a Hopper kernel for blocks of these widths takes the call."""
+    @property
+    def long_on_hopper(self) -> bool:
+        """Whether the Hopper kernels for long sequences could take the call, if they have its width and type."""
+        return self.plain_on_hopper and self.aligned and min(self.queries, self.keys) >= HOPPER_BLOCK
+
+    @property
+    def plain_on_hopper(self) -> bool:
         plain = not (self.masked or self.packed or self.dropout or self.variances)
-        fits = self.dtype == "bfloat16" and self.components == 2
-        return self.gluon and self.capability == HOPPER and plain and fits and self.block_width in widths
+        return self.gluon and self.capability == HOPPER and plain
+
+    def on_hopper(self, widths: tuple[int, ...]) -> bool:
+        """Whether a Hopper kernel for two components and these head widths takes the call."""
+        fits = self.dtype == "bfloat16" and self.components == 2 and self.width == self.value_width
+        return self.plain_on_hopper and fits and self.width in widths
 
     def wide(self, least: int) -> bool:
         """Whether the Hopper kernels for long sequences take the call, with heads at least so wide."""
-        long = self.aligned and min(self.queries, self.keys) >= HOPPER_BLOCK
-        fits = self.family == "shifted" or self.fills_blocks
-        return long and fits and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
+        return self.long_on_hopper and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def plan(call: Call, impl: str = "auto") -> Plan:
 def short(call: Call, kind: str) -> tuple[Launch, ...]:
     """One program per head. On Hopper a kernel of its own takes the heads that fit, and leaves the others."""
     tile = choose_tile("shifted", f"short {kind}", call)
-    if call.on_hopper((16, 32)) and call.fills_blocks and min(call.queries, call.keys) > 0:
+    if call.on_hopper((16, 32)) and min(call.queries, call.keys) > 0:
         return Launch("hopper short", FITTING), Launch("short", OVERFLOWING, tile=tile)
     return (Launch("short", ALL, tile=tile),)
 
@@ -212,12 +215,13 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
         fast = Launch("generic", FITTING, FAST_HARD if call.hard else FAST, narrow=call.narrow)
         backward = (fast, rest._replace(narrow=call.hard))
     query = key = backward
-    if call.wide(64):
+    if call.long_on_hopper and call.narrow and call.block_width in (64, 128):
         forward = on_hopper(forward)
-    if call.wide(32):  # the query pass of narrower heads is faster in Triton
-        key = on_hopper(backward)
-        vectors = (backward[0]._replace(as_vectors=True), *backward[1:])
-        query = on_hopper(backward) if call.block_width > 32 else vectors
+        if backward[0].path != HARD:
+            query = key = on_hopper(backward)
+    elif call.long_on_hopper and call.narrow and call.block_width == 32 and call.components == 2:
+        key = on_hopper(backward)  # the other passes are faster in Triton
+        query = (backward[0]._replace(as_vectors=True), *backward[1:])
     return {"forward": forward, "query": query, "key": key}
 
 
