@@ -23,16 +23,16 @@ def descriptor(rows: int, width: int, layout: Any, kind: str = "bf16", rank: int
 
 
 def compiled(
-    module: Any, name: str, width: int, hard: bool, causal: bool, components: int = 2, head: int | None = None
-) -> Any:
+    module: Any, name: str, width: int, hard: bool, causal: bool, components: int = 2, head: int | None = None,
+    kind: str = "bf16",
+) -> Any:  # fmt: skip
     """`width` of a block, and `head`, of what fills it where it is less."""
     kernel, tile, thin = getattr(module, name), hopper_common.layout(width, 4), hopper_common.THIN.value
-    constants: dict[str, Any] = {"CAUSAL": causal, "BEST": hard}
-    constants["POSITIONS" if name == "key_kernel" else "EVEN"] = causal
+    constants: dict[str, Any] = {"CAUSAL": causal, "POSITIONS" if name == "key_kernel" else "EVEN": causal}
     if module is hopper_projected:
-        constants |= module.sizes(name, width)
+        constants |= {"BEST": hard, **module.sizes(name, width)}
     else:
-        constants = hopper.settings(name, head or width, width, components, **constants)
+        constants = hopper.settings(name, head or width, width, components, hard, kind == "bf16", **constants)
     queries, keys, projected = constants["BM"], constants["BN"], module is hopper_projected
     other = queries if name == "key_kernel" else keys
     kinds = {
@@ -40,6 +40,7 @@ def compiled(
         "k_desc": descriptor(keys, width, hopper_common.layout(width, 4 + projected), rank=4 + projected),
         "v_desc": descriptor(keys, width, tile, rank=4), "c_desc": descriptor(other, 16, thin),
         "w_desc": descriptor(1, other, ROW16), "gap_desc": descriptor(1, other, ROW16, "fp16"),
+        "extra_desc": descriptor(1, other, ROW16, "fp16"), "top_desc": descriptor(1, other, ROW16),
         "r_desc": descriptor(1, other, ROW32, "fp32"), "n_desc": descriptor(1, other, ROW16),
         **dict.fromkeys(("OUT", "DQ", "DK", "DV", "NARROW_ROWS", "ROW_COLUMNS", "SHIFT"), "*bf16"),
         **dict.fromkeys(("ROWS", "OVERFLOW", "ROW_STATS", "PART", "KEYS", "DLW"), "*fp32"),
@@ -48,6 +49,9 @@ def compiled(
     if projected:
         kinds["KEYS"] = "*fp32" if hard else "*bf16"
         kinds["w_desc"] = descriptor(1, other, ROW32, "fp32") if hard else kinds["w_desc"]
+    if kind == "fp16":
+        kinds = {each: text.replace("bf16", "fp16") for each, text in kinds.items()}
+        kinds |= dict.fromkeys(("extra_desc", "top_desc"), descriptor(1, other, ROW32, "fp32"))
     if not projected:
         constants = {"C": loads.constants(**constants)}
     signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}
@@ -82,9 +86,12 @@ if __name__ == "__main__":
                 continue
             hard = (width != 128) == (name == "query_kernel")
             others = (4, width - 16) if shifted and not hard and width > 32 else ()
-            result = compiled(module, name, width, hard, hard == shifted, *others)
-            if result.metadata.shared + 1024 > MEMORY:
-                raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
+            results = [compiled(module, name, width, hard, hard == shifted, *others)]
+            if shifted and width == 64:
+                results.append(compiled(module, name, width, False, hard, kind="fp16"))
+            memory = max(result.metadata.shared for result in results)
+            if memory + 1024 > MEMORY:
+                raise SystemExit(f"{name}, {width} wide: {memory} bytes of shared memory")
     if "hopper_short" in sys.argv:
         for name, (width, programs) in product(("forward_kernel", "backward_kernel"), ((16, 3), (32, 2))):
             hard = (width == 16) == (name == "forward_kernel")

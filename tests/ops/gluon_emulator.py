@@ -248,7 +248,7 @@ def pairwise(function: Any, x: Any, y: Any) -> Block:
 
 
 ASSEMBLY: dict[str, Callable[..., Any]] = {
-    "multiply_add": lambda x, y, z: (x.float() * y.float() + z.float()).to(torch.bfloat16),
+    "multiply_add": lambda x, y, z: (x.float() * y.float() + z.float()).to(x.dtype),
     "multiply": lambda x, y: x * y,
     "larger": torch.maximum,
     "where_larger": lambda x, y, z: torch.where(y > x, z, torch.zeros_like(z)),

@@ -115,6 +115,47 @@ def test_other_numbers_of_components(case: Case, kernels: list[str], taken: list
     assert taken == kernels
 
 
+HALF_KERNELS = ["share_kernel", "forward_kernel", "share_kernel", "query_kernel", "key_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("case", "scale"),
+    [
+        (replace(CASE, Nq=200, Nk=331, prior="position"), 1.0),
+        (replace(CASE, Nq=300, Nk=333, is_causal=True), 1.0),
+        (replace(CASE, B=2, H=1, Nq=130, Nk=200, D=80, Dv=96, prior=None), 1.0),
+        (replace(CASE, Nq=128, Nk=256), 6.0),
+        (replace(CASE, M=1, Nq=130, Nk=200, prior="position"), 1.0),
+        (replace(CASE, M=3, Nq=130, Nk=200, is_causal=True, prior="position"), 1.0),
+    ],
+    ids=["ragged", "causal", "widths", "far", "1", "3"],
+)
+def test_float16(case: Case, scale: float, taken: list[str]) -> None:
+    assert_low_precision(case, torch.float16, scale=scale)
+    assert taken == HALF_KERNELS
+
+
+def test_float16_with_keys_of_all_sizes(
+    modules: tuple[Any, ...], taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of keys are exponents; a query that prefers a component by more than float16 can hold flags its head."""
+    flags, forward = [], modules[1].forward
+
+    def noted(p: Any, saved: Any) -> None:
+        forward(p, saved)
+        flags.extend(saved[4].tolist())
+
+    monkeypatch.setattr(modules[1], "forward", noted)
+    case = replace(CASE, B=2, Nq=300, Nk=256, is_causal=True, prior=None)
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    inputs["key"][0] *= torch.linspace(0.5, 2.5, 256)[:, None]
+    apart = inputs["shift"][1, 1] - inputs["shift"][1, 0]
+    inputs["query"][1, 1, 77] -= 100 * apart / apart.square().sum()  # 2^18
+    assert_near(inputs, case.options(), torch.float16, 0.02)
+    assert taken == HALF_KERNELS
+    assert flags == [[0, 0], [0, 0], [0, 0], [0, 1]]
+
+
 NARROW_HEADS = replace(CASE, Nq=384, Nk=384, D=32, Dv=32)
 
 
@@ -158,16 +199,18 @@ def test_short_sequences(case: Case, scale: float, e_step: str, taken: list[str]
     assert taken == SHORT_KERNELS
 
 
-def assert_near(inputs: Inputs, options: dict[str, Any]) -> None:
-    """Each head within some roundings of bfloat16, of which one in which few keys count has many."""
-    inputs = {name: x if name in ("log_prior", "shift") else x.bfloat16() for name, x in inputs.items()}
+def assert_near(
+    inputs: Inputs, options: dict[str, Any], dtype: torch.dtype = torch.bfloat16, share: float = 0.1
+) -> None:
+    """Each head within some roundings, of which one in which few keys count has many."""
+    inputs = {name: x if name in ("log_prior", "shift") else x.to(dtype) for name, x in inputs.items()}
     exact = run({name: tensor.double() for name, tensor in inputs.items()}, "reference", options)
     got = run(inputs, "triton", options)
     for name, have, want in zip(["output", *inputs], got, exact, strict=True):
         heads = product(range(have.shape[0]), range(have.shape[1])) if have.dim() > 3 else [(slice(None), slice(None))]
         for i, j in heads:
             error = float((have[i, j] - want[i, j]).norm())
-            assert error <= 0.1 * float(want[i, j].norm()), f"{name} of head {i}, {j}"
+            assert error <= share * float(want[i, j].norm()), f"{name} of head {i}, {j}"
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)

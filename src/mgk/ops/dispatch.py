@@ -215,7 +215,8 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
         fast = Launch("generic", FITTING, FAST_HARD if call.hard else FAST, narrow=call.narrow)
         backward = (fast, rest._replace(narrow=call.hard))
     query = key = backward
-    if call.long_on_hopper and call.narrow and call.block_width in (64, 128):
+    soft_half = call.dtype == "float16" and call.components <= SUMS and not call.hard
+    if call.long_on_hopper and (call.narrow or soft_half) and call.block_width in (64, 128):
         forward = on_hopper(forward)
         if backward[0].path != HARD:
             query = key = on_hopper(backward)

@@ -3,10 +3,14 @@
 Triton waits for each matrix product before it continues. Here two warp groups of four warps, each with half of a block
 of 128 queries (or keys), loop over the tiles of the other side independently: while one computes exponentials, the
 products of the other run. One more warp copies tiles into a ring buffer in shared memory. The arithmetic is that of
-the FAST path of shifted.py in bfloat16. Heads that would overflow, masks, dropout and other GPUs use the generic
-kernels.
+the FAST path of shifted.py, with narrow mixing. Heads that would overflow, masks, dropout and other GPUs use the
+generic kernels.
 
 The copy engine fills tiles of D columns with zeros where heads (of width DK) or values (DV) are narrower.
+
+float16 (not FIXED) has too few exponents to hold w and rho, whose size does not matter, so that they become exponents:
+2^l = 2^(q.k/s2 + top[j] + top[i]) sum_r u_r[i] w_r[j], where the largest u of each query and the largest w of each key
+are 1. With every u at least 2^-FEWEST a sum is at least that and at most M. A head with a smaller one is flagged.
 
 Triton's interpreter does not run Gluon: without a GPU the tests run these kernels in an emulation of it.
 """
@@ -15,6 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,6 +37,7 @@ from mgk.ops.triton.hopper_common import (
     COUNTS,
     HALF,
     ROW16,
+    ROW32,
     barriers,
     copy,
     even,
@@ -65,15 +72,20 @@ SIZES = {
 }  # fmt: skip
 
 
+FEWEST = gl.constexpr(2.0**-12)
+
+
 @gluon.jit
-def mixed(rho, w, M: gl.constexpr, BEST: gl.constexpr):
-    """w_0 + sum_r rho_r w_r, or the largest of these."""
+def mixed(rho, w, FIRST: gl.constexpr, M: gl.constexpr, BEST: gl.constexpr):
+    """sum_r rho_r w_r, or the largest of these. `rho` begins with the one of component FIRST; one before it is 1."""
     result = w[0]
+    if FIRST == 0:
+        result = multiply(rho[0], result)
     for r in gl.static_range(1, M):
         if BEST:
-            result = larger(result, multiply(rho[r], w[r]))
+            result = larger(result, multiply(rho[r - FIRST], w[r]))
         else:
-            result = multiply_add(rho[r], w[r], result)
+            result = multiply_add(rho[r - FIRST], w[r], result)
     return result
 
 
@@ -88,11 +100,26 @@ def load_rows(p_rows, o_m, stride, M: gl.constexpr, BEST: gl.constexpr):
 
 
 @gluon.jit
-def down(vectors, SIZE: gl.constexpr, M: gl.constexpr):
-    """Vectors along the rows as blocks of bfloat16."""
-    blocks = ()
+def load_shares(p_rows, o_m, stride, M: gl.constexpr):
+    """Each component's factor as a share of the largest, and the logarithm of that."""
+    logs = ()
     for r in gl.static_range(M):
-        blocks = blocks + (vectors[r].to(gl.bfloat16)[:, None].broadcast_to([HALF, SIZE]),)
+        logs = logs + (gl.load(p_rows + (1 + M + r) * stride + o_m),)
+    top = gl.maximum(logs[0], -1e30)  # a key that does not exist has -inf
+    for r in gl.static_range(1, M):
+        top = gl.maximum(top, logs[r])
+    shares = ()
+    for r in gl.static_range(M):
+        shares = shares + (gl.exp2(logs[r] - top),)
+    return shares, top
+
+
+@gluon.jit
+def down(vectors, SIZE: gl.constexpr, kind: gl.constexpr, FIRST: gl.constexpr, M: gl.constexpr):
+    """Vectors along the rows, from the one of component FIRST on, as blocks."""
+    blocks = ()
+    for r in gl.static_range(FIRST, M):
+        blocks = blocks + (vectors[r].to(kind)[:, None].broadcast_to([HALF, SIZE]),)
     return blocks
 
 
@@ -109,7 +136,7 @@ def across(ring, first, layout: gl.constexpr, SIZE: gl.constexpr, M: gl.constexp
 def load_keys(loads, shared, where, FORWARD: gl.constexpr, C: gl.constexpr):
     """The block of queries, then tile after tile of keys."""
     M: gl.constexpr = C.M
-    GAPS: gl.constexpr = C.BEST and not FORWARD
+    EXTRA: gl.constexpr = 4 if not C.FIXED else 2 if C.BEST and not FORWARD else 0  # bytes of a line of tops, or gaps
     SUMMED: gl.constexpr = M > 1 and not C.BEST and not FORWARD
     q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc = loads
     q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, _ = shared
@@ -122,12 +149,12 @@ def load_keys(loads, shared, where, FORWARD: gl.constexpr, C: gl.constexpr):
         stage, start = t % C.STAGES, t * C.BN
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), (t // C.STAGES & 1) ^ 1)
-        mbarrier.expect(bar, C.BN * (4 * C.D + 2 * M + (2 if GAPS else 2 * COLUMNS if SUMMED else 0)))
+        mbarrier.expect(bar, C.BN * (4 * C.D + 2 * M + EXTRA + (2 * COLUMNS if SUMMED else 0)))
         copy(k_desc, [i_b, i_h, start, 0], bar, k_ring.index(stage))
         copy(v_desc, [i_b, i_h, start, 0], bar, v_ring.index(stage))
         for r in gl.static_range(M):
             copy(w_desc, [M * i_bh + r, start], bar, w_ring.index(M * stage + r))
-        if GAPS:
+        if EXTRA > 0:
             copy(gap_desc, [i_bh, start], bar, gap_ring.index(stage))
         if SUMMED:
             copy(c_desc, [i_bh * padded_keys + start, 0], bar, c_ring.index(stage))
@@ -139,7 +166,8 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     D: gl.constexpr = C.D
     BN: gl.constexpr = C.BN
     M: gl.constexpr = C.M
-    q_s, _, k_ring, v_ring, c_ring, w_ring, _, full, empty, ready, turn = shared
+    kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
+    q_s, _, k_ring, v_ring, c_ring, w_ring, top_ring, full, empty, ready, turn = shared
     p_out, p_rows, p_overflow, scale, stride_o, num_queries, num_keys, i_m, whole, count, padded_queries = rest
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -147,8 +175,14 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     row: gl.constexpr = gl.SliceLayout(1, mma)
     q_half = q_s.reshape([C.BM, D]).slice(part * HALF, HALF, 0)
     o_m = i_m * C.BM + part * HALF + gl.arange(0, HALF, row)
-    bound = gl.load(p_rows + o_m)
-    rho = down(load_rows(p_rows, o_m, padded_queries, M, C.BEST), BN, M)
+    bound, base = gl.load(p_rows + o_m), 0.0
+    if C.FIXED:
+        factors = load_rows(p_rows, o_m, padded_queries, M, C.BEST)
+    else:
+        factors, top = load_shares(p_rows, o_m, padded_queries, M)
+        base = top - gl.load(p_rows + (1 + M) * padded_queries + o_m)
+        bound = gl.full([HALF], float("-inf"), gl.float32, row)
+    rho = down(factors, BN, kind, C.FIRST, M)
     acc = gl.zeros([HALF, D], gl.float32, wide)
     sums = gl.zeros([HALF, COLUMNS], gl.float32, thin)
     zero = gl.zeros([HALF, BN], gl.float32, mma)
@@ -158,13 +192,24 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     s = warpgroup_mma(q_half, k_ring.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
-        mix = mixed(rho, across(w_ring, M * stage, mma, BN, M), M, C.BEST)
+        mix = mixed(rho, across(w_ring, M * stage, mma, BN, M), C.FIRST, M, C.BEST)
         s = warpgroup_mma_wait(0, deps=(s,))
-        e = gl.exp2(s * scale - bound[:, None])
+        x = s * scale
+        if C.FIXED:
+            x = x - bound[:, None]
+        else:
+            x = x + top_ring.index(stage).load(mma)
         if C.CAUSAL or not C.EVEN:
             if t >= whole:
-                e = gl.where(seen_keys(o_m, t * BN + o_n, num_queries, num_keys, C.CAUSAL, C.EVEN), e, 0.0)
-        p = multiply(e.to(gl.bfloat16), mix)
+                seen = seen_keys(o_m, t * BN + o_n, num_queries, num_keys, C.CAUSAL, C.EVEN)
+                x = gl.where(seen, x, float("-inf"))
+        if not C.FIXED:
+            greater = gl.maximum(bound, gl.max(x, 1))
+            safe = gl.where(greater == float("-inf"), 0.0, greater)
+            x, alpha, bound = x - safe[:, None], gl.exp2(bound - safe), greater
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, wide))[:, None]
+            sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, thin))[:, None]
+        p = multiply(gl.exp2(x).to(kind), mix)
         mbarrier.wait(full.index(after % C.STAGES), after // C.STAGES & 1)
         take_turn(turn, part, t)
         sums = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, thin, 2)), c_ring, sums, is_async=True)
@@ -181,40 +226,48 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
 
     total = gl.sum(sums, 1)  # the other columns are 0
     here = gl.convert_layout(total, row)
-    if gl.max(has_bad_sum(here, o_m, num_queries, num_keys, C.CAUSAL).to(gl.int32), 0) > 0:
+    bad = has_bad_sum(here, o_m, num_queries, num_keys, C.CAUSAL)
+    if not C.FIXED:
+        for r in gl.static_range(M):
+            bad = bad | ((factors[r] >= FEWEST) == 0)
+    if gl.max(bad.to(gl.int32), 0) > 0:
         gl.store(p_overflow + 1, 1.0)
-    gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
+    lse = bound + gl.log2(here) + base
+    gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), lse, float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
     o_r = (i_m * C.BM + part * HALF + o_r).to(gl.int64)
     p_block = p_out + o_r[:, None] * stride_o + o_d[None, :]
-    gl.store(p_block, output.to(gl.bfloat16), mask=inside(o_r < num_queries, o_d, C.DV, D))
+    gl.store(p_block, output.to(kind), mask=inside(o_r < num_queries, o_d, C.DV, D))
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, w_desc, OUT, ROWS, OVERFLOW, scale, sob, soh, son, groups, section, H, num_queries,
-    num_keys, padded_queries, padded_keys, C: gl.constexpr,
+    q_desc, k_desc, v_desc, w_desc, top_desc, OUT, ROWS, OVERFLOW, scale, sob, soh, son, groups, section, H,
+    num_queries, num_keys, padded_queries, padded_keys, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
     M: gl.constexpr = C.M
+    kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
     i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, C.BM), groups, section)
     i_m, i_b, i_h = gl.cdiv(num_queries, C.BM) - 1 - i_block, i_bh // H, i_bh % H
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C.BM, C.D], q_desc.layout)
-    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, C.BN, C.D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, C.BN, C.D], v_desc.layout)
-    w_ring = gl.allocate_shared_memory(gl.bfloat16, [M * STAGES, 1, C.BN], w_desc.layout)
-    c_ring = unit_columns(0, C.BN)
+    q_s = gl.allocate_shared_memory(kind, [1, 1, C.BM, C.D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, C.BN, C.D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, C.BN, C.D], v_desc.layout)
+    w_ring = gl.allocate_shared_memory(kind, [M * STAGES, 1, C.BN], w_desc.layout)
+    top_ring, c_ring = w_ring, unit_columns(0, C.BN, kind)
+    if not C.FIXED:
+        top_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, C.BN], top_desc.layout)
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, C.BM, C.BN, C.CAUSAL)
     p_rows = ROWS + i_bh.to(gl.int64) * (1 + 2 * M) * padded_queries
     p_out, p_overflow = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh, OVERFLOW + 2 * i_bh
     if gl.load(p_overflow) == 0:
-        shared = (q_s, q_s, k_ring, v_ring, c_ring, w_ring, w_ring, full, empty, ready, turn)
+        shared = (q_s, q_s, k_ring, v_ring, c_ring, w_ring, top_ring, full, empty, ready, turn)
         rest = (p_out, p_rows, p_overflow, scale, son, num_queries, num_keys, i_m, whole, count, padded_queries)
-        loads = (q_desc, q_desc, k_desc, v_desc, w_desc, w_desc, w_desc)
+        loads = (q_desc, q_desc, k_desc, v_desc, w_desc, w_desc, top_desc)
         where = (i_b, i_h, i_bh, i_m, count, padded_keys)
         gl.warp_specialize(
             [
@@ -226,30 +279,64 @@ def forward_kernel(
         )  # fmt: skip
 
 
-def settings(name: str, width: int, value_width: int, components: int, **others: Any) -> dict[str, Any]:
-    """The compile-time constants C of a kernel, by name."""
+@gluon.jit
+def share_kernel(KEYS, SHARES, TOPS, padded_keys, M: gl.constexpr, SIZE: gl.constexpr):
+    """SHARES (G,M,Nk') in float16 and TOPS (G,Nk') of all keys; see `load_shares`."""
+    along: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    blocks = padded_keys // SIZE
+    i_g = (gl.program_id(0) // blocks).to(gl.int64)
+    o_n = gl.program_id(0) % blocks * SIZE + gl.arange(0, SIZE, along)
+    shares, top = load_shares(KEYS + i_g * (1 + 2 * M) * padded_keys, o_n, padded_keys, M)
+    gl.store(TOPS + i_g * padded_keys + o_n, top)
+    for r in gl.static_range(M):
+        gl.store(SHARES + (i_g * M + r) * padded_keys + o_n, shares[r].to(gl.float16))
+
+
+def settings(
+    name: str, width: int, value_width: int, components: int, hard: bool, fixed: bool, **others: Any
+) -> dict[str, Any]:
+    """The compile-time constants C of a kernel, by name.
+
+    FIRST: the first component whose row factor is not always 1. LINES: how many narrow vectors the key side reads.
+    """
+    first = int(fixed or components == 1)
     block = max(block_width(width), block_width(value_width))
     other, stages, early = SIZES[name, block]
     queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
     return {
         "BM": queries, "BN": keys, "STAGES": stages, "EARLY": early, "D": block, "DK": width, "DV": value_width,
-        "M": components, "PART": block_width(width) + 1, **others,
+        "M": components, "BEST": hard, "FIXED": fixed, "FIRST": first, "LINES": 2 if hard else components - first,
+        "PART": block_width(width) + 1, **others,
     }  # fmt: skip
 
 
 def settings_of(p: Problem, name: str, **others: Any) -> dict[str, Any]:
-    return settings(name, p.width, p.value.shape[-1], p.components, CAUSAL=p.causal, BEST=p.hard, **others)
+    fixed = p.query.dtype != torch.float16
+    return settings(name, p.width, p.value.shape[-1], p.components, p.hard, fixed, CAUSAL=p.causal, **others)
+
+
+def key_factors(p: Problem, saved: Saved) -> tuple[Tensor, Tensor | None]:
+    """The keys' factors and, in float16, their tops."""
+    _, _, keys, factors, _ = saved
+    if p.query.dtype != torch.float16:
+        return factors, None
+    groups, length = keys.shape[0], keys.shape[-1]
+    factors, tops = p.empty(groups, p.components, length, dtype=torch.float16), p.empty(groups, length)
+    run(share_kernel, length, BLOCK, p.query, keys, factors, tops, length, M=p.components, SIZE=BLOCK)
+    return factors, tops
 
 
 def forward(p: Problem, saved: Saved) -> None:
     """Output and log-sum-exp of the heads that fit; heads that are found not to are flagged."""
-    output, rows, _, factors, overflow = saved
+    output, rows, _, _, overflow = saved
+    factors, tops = key_factors(p, saved)
     query, key = p.query, p.key
     size = settings_of(p, "forward_kernel", EVEN=even(query, key))
     keys, width = size["BN"], size["D"]
+    weights = lines(factors, keys, ROW16)
     run(
         forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK, width), tiles(key, keys, width),
-        tiles(p.value, keys, width), lines(factors, keys, ROW16), output, rows, overflow, p.numbers[0],
-        *strides(output), p.groups, p.section, p.heads, query.shape[2], key.shape[2], rows.shape[-1],
-        factors.shape[-1], C=constants(**size),
+        tiles(p.value, keys, width), weights, weights if tops is None else lines(tops, keys, ROW32), output, rows,
+        overflow, p.numbers[0], *strides(output), p.groups, p.section, p.heads, query.shape[2], key.shape[2],
+        rows.shape[-1], factors.shape[-1], C=constants(**size),
     )  # fmt: skip

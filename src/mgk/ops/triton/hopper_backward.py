@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mgk.ops.triton.hopper import across, down, load_keys, load_rows, mixed, settings_of
+from mgk.ops.triton.hopper import across, down, load_keys, load_rows, load_shares, mixed, settings_of
 from mgk.ops.triton.hopper_common import (
     BLOCK,
     COLUMNS,
@@ -50,19 +49,20 @@ if TYPE_CHECKING:
     from mgk.ops.triton.problem import Problem
 
 # Vectors along the queries that the key side reads lie where the other kernels have numbers side by side: LSE, delta,
-# and where a third would be, narrow ones: each rho but the first in bfloat16, and the bits of the lead in float16.
+# and where a third would be, narrow ones: each rho but the first and, hard, the bits of the lead in float16. Where
+# everything is in float16: each u, and the LSE is less the top.
 NARROW = gl.constexpr(4)
 
 
 @gluon.jit
-def store_columns(p_columns, o_m, rho, M: gl.constexpr):
-    """1 and the other rho, side by side: a product with them sums what the key side needs."""
+def store_columns(p_columns, o_m, rho, kind: gl.constexpr, M: gl.constexpr):
+    """Each rho, side by side: a product with them sums what the key side needs."""
     side: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     o_c, o_l = gl.arange(0, COLUMNS, gl.SliceLayout(0, side)), gl.convert_layout(o_m, gl.SliceLayout(1, side))
-    block = gl.where((o_c == 0)[None, :], 1.0, gl.zeros([HALF, COLUMNS], gl.float32, side))
-    for r in gl.static_range(1, M):
+    block = gl.zeros([HALF, COLUMNS], gl.float32, side)
+    for r in gl.static_range(M):
         block = gl.where((o_c == r)[None, :], gl.convert_layout(rho[r], gl.SliceLayout(1, side))[:, None], block)
-    gl.store(p_columns + o_l[:, None] * COLUMNS + o_c[None, :], block.to(gl.bfloat16))
+    gl.store(p_columns + o_l[:, None] * COLUMNS + o_c[None, :], block.to(kind))
 
 
 @gluon.jit
@@ -71,7 +71,9 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     D: gl.constexpr = C.D
     BN: gl.constexpr = C.BN
     M: gl.constexpr = C.M
-    q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn = shared
+    FIRST: gl.constexpr = C.FIRST
+    kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
+    q_s, g_s, k_ring, v_ring, c_ring, w_ring, extra_ring, full, empty, ready, turn = shared
     p_shift, p_out, p_rows, p_known, p_narrow, p_row_columns, p_dq, p_part = rest[:8]
     scale, inverse_variance, stride_o, stride_d, num_queries, num_keys, i_m, whole, count, padded_queries = rest[8:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -83,7 +85,12 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     q_half = q_s.reshape([C.BM, D]).slice(part * HALF, HALF, 0)
     g_half = g_s.reshape([C.BM, D]).slice(part * HALF, HALF, 0)
     o_m = first + gl.arange(0, HALF, row)
-    lse, rho = gl.load(p_rows + o_m), load_rows(p_rows, o_m, padded_queries, M, C.BEST)
+    lse = gl.load(p_rows + o_m)
+    if C.FIXED:
+        rho = load_rows(p_rows, o_m, padded_queries, M, C.BEST)
+    else:
+        rho, top = load_shares(p_rows, o_m, padded_queries, M)
+        lse = lse - (top - gl.load(p_rows + (1 + M) * padded_queries + o_m))
     o_f, o_d = first + gl.arange(0, HALF, gl.SliceLayout(1, flat)), gl.arange(0, D, gl.SliceLayout(0, flat))
     p_block = p_out + o_f.to(gl.int64)[:, None] * stride_o + o_d[None, :]
     b_o = gl.load(p_block, mask=inside(o_f < num_queries, o_d, C.DV, D), other=0.0).to(gl.float32)
@@ -91,37 +98,40 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     delta = gl.convert_layout(gl.sum(b_o * g_half.load(flat).to(gl.float32), 1), row)
     gl.store(p_known + o_m, lse)
     gl.store(p_known + padded_queries + o_m, delta)
-    for r in gl.static_range(1, M):
-        gl.store(p_narrow + (r - 1) * padded_queries + o_m, rho[r].to(gl.bfloat16))
+    for r in gl.static_range(FIRST, M):
+        gl.store(p_narrow + (r - FIRST) * padded_queries + o_m, rho[r].to(kind))
     narrow_lead = delta
     if C.BEST:
         narrow_lead = gl.load(p_rows + 2 * padded_queries + o_m).to(gl.float16)
         gl.store(p_narrow + padded_queries + o_m, narrow_lead.to(gl.bfloat16, bitcast=True))
         narrow_lead = narrow_lead[:, None].broadcast_to([HALF, BN])
     elif M > 1:
-        store_columns(p_row_columns, o_m, rho, M)
+        store_columns(p_row_columns, o_m, rho, kind, M)
 
     dq = gl.zeros([HALF, D], gl.float32, wide)
     du = gl.zeros([HALF, COLUMNS], gl.float32, thin)
     zero = gl.zeros([HALF, BN], gl.float32, mma)
     o_n = gl.arange(0, BN, gl.SliceLayout(0, mma))
-    narrow_rho = down(rho, BN, M)
+    narrow_rho = down(rho, BN, kind, FIRST, M)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     b_k, b_v = k_ring.index(0).reshape([BN, D]), v_ring.index(0).reshape([BN, D])
     s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
     slope = warpgroup_mma(g_half, b_v.permute((1, 0)), zero, use_acc=False, is_async=True)
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
-        mix = mixed(narrow_rho, across(w_ring, M * stage, mma, BN, M), M, C.BEST)
+        mix = mixed(narrow_rho, across(w_ring, M * stage, mma, BN, M), FIRST, M, C.BEST)
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
-        e = gl.exp2(s * scale - lse[:, None])
+        x = s * scale
+        if not C.FIXED:
+            x = x + extra_ring.index(stage).load(mma)
+        e = gl.exp2(x - lse[:, None])
         if C.CAUSAL or not C.EVEN:
             if t >= whole:
                 e = gl.where(seen_keys(o_m, t * BN + o_n, num_queries, num_keys, C.CAUSAL, C.EVEN), e, 0.0)
-        g = (e * (slope - delta[:, None])).to(gl.bfloat16)
+        g = (e * (slope - delta[:, None])).to(kind)
         ds = multiply(g, mix)
         if C.BEST:
-            g = where_larger(gap_ring.index(stage).load(mma).broadcast_to([HALF, BN]), narrow_lead, ds)
+            g = where_larger(extra_ring.index(stage).load(mma).broadcast_to([HALF, BN]), narrow_lead, ds)
         mbarrier.wait(full.index(after % C.STAGES), after // C.STAGES & 1)
         take_turn(turn, part, t)
         b_k = k_ring.index(stage).reshape([BN, D])
@@ -154,32 +164,35 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         remaining -= share
     gl.store(p_part + o_d, remaining, mask=o_d < C.DK)
     o_r = (first + gl.arange(0, HALF, gl.SliceLayout(1, wide))).to(gl.int64)
-    dq = (dq * inverse_variance).to(gl.bfloat16)
+    dq = (dq * inverse_variance).to(kind)
     gl.store(p_dq + o_r[:, None] * stride_d + o_d[None, :], dq, mask=inside(o_r < num_queries, o_d, C.DK, D))
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc, SHIFT, OUT, ROWS, OVERFLOW, ROW_STATS, NARROW_ROWS,
+    q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, extra_desc, SHIFT, OUT, ROWS, OVERFLOW, ROW_STATS, NARROW_ROWS,
     ROW_COLUMNS, DQ, PART, scale, inverse_variance, sob, soh, son, sdb, sdh, sdn, groups, section, H, num_queries,
     num_keys, padded_queries, padded_keys, parts, width, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
     BN: gl.constexpr = C.BN
     M: gl.constexpr = C.M
+    kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
     i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, C.BM), groups, section)
     i_m, i_b, i_h, i_g = gl.cdiv(num_queries, C.BM) - 1 - i_block, i_bh // H, i_bh % H, i_bh.to(gl.int64)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C.BM, C.D], q_desc.layout)
-    g_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C.BM, C.D], g_desc.layout)
-    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, C.D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, C.D], v_desc.layout)
-    w_ring = gl.allocate_shared_memory(gl.bfloat16, [M * STAGES, 1, BN], w_desc.layout)
-    gap_ring, c_ring = w_ring, w_ring
+    q_s = gl.allocate_shared_memory(kind, [1, 1, C.BM, C.D], q_desc.layout)
+    g_s = gl.allocate_shared_memory(kind, [1, 1, C.BM, C.D], g_desc.layout)
+    k_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, BN, C.D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, BN, C.D], v_desc.layout)
+    w_ring = gl.allocate_shared_memory(kind, [M * STAGES, 1, BN], w_desc.layout)
+    extra_ring, c_ring = w_ring, w_ring
+    if not C.FIXED:
+        extra_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], extra_desc.layout)
     if C.BEST:
-        gap_ring = gl.allocate_shared_memory(gl.float16, [STAGES, 1, BN], gap_desc.layout)
+        extra_ring = gl.allocate_shared_memory(gl.float16, [STAGES, 1, BN], extra_desc.layout)
         c_ring = unit_columns(1, BN)
     elif M > 1:
-        c_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, COLUMNS], c_desc.layout)
+        c_ring = gl.allocate_shared_memory(kind, [STAGES, BN, COLUMNS], c_desc.layout)
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, C.BM, BN, C.CAUSAL)
@@ -191,12 +204,12 @@ def query_kernel(
     if not C.BEST:
         p_columns += i_g * COLUMNS * padded_queries
     if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
-        shared = (q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, turn)
+        shared = (q_s, g_s, k_ring, v_ring, c_ring, w_ring, extra_ring, full, empty, ready, turn)
         rest = (
             SHIFT + i_h * M * C.DK, p_out, p_rows, p_known, p_narrow, p_columns, p_dq, p_part, scale, inverse_variance,
             son, sdn, num_queries, num_keys, i_m, whole, count, padded_queries,
         )  # fmt: skip
-        loads = (q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc)
+        loads = (q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, extra_desc)
         where = (i_b, i_h, i_bh, i_m, count, padded_keys)
         gl.warp_specialize(
             [
@@ -211,7 +224,7 @@ def query_kernel(
 @gluon.jit
 def load_queries(loads, shared, where, C: gl.constexpr):
     """The block of keys, then tile after tile of queries."""
-    LINES: gl.constexpr = 2 if C.BEST else C.M - 1
+    LINES: gl.constexpr = C.LINES
     SUMMED: gl.constexpr = C.M > 1 and not C.BEST
     q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc = loads
     q_ring, g_ring, k_s, v_s, c_ring, _, r_ring, n_ring, full, empty, ready, _ = shared
@@ -240,7 +253,8 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     D: gl.constexpr = C.D
     BM: gl.constexpr = C.BM
     M: gl.constexpr = C.M
-    LINES: gl.constexpr = 2 if C.BEST else M - 1
+    LINES: gl.constexpr = C.LINES
+    kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
     q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, n_ring, full, empty, ready, turn = shared
     p_shift, p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_k, stride_v = rest[:10]
     num_queries, num_keys, i_n, first, masked, count, padded_keys, positions = rest[10:]
@@ -252,7 +266,12 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     k_half = k_s.reshape([C.BN, D]).slice(part * HALF, HALF, 0)
     v_half = v_s.reshape([C.BN, D]).slice(part * HALF, HALF, 0)
     o_n = start_n + gl.arange(0, HALF, row)
-    w = down(load_rows(p_keys, o_n, padded_keys, M, False), BM, M)
+    if C.FIXED:
+        weights = load_rows(p_keys, o_n, padded_keys, M, False)
+        top = o_n
+    else:
+        weights, top = load_shares(p_keys, o_n, padded_keys, M)
+    w = down(weights, BM, kind, 0, M)
     gap = w[0]
     if C.BEST:  # what a query must lead by for the second component to win
         gap = gl.load(p_keys + 3 * padded_keys + o_n) - gl.load(p_keys + 4 * padded_keys + o_n)
@@ -270,14 +289,17 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     for t in range(count):
         stage, start, after = t % C.STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # after the last one, itself
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
-        e = gl.exp2(s * scale - r_ring.index(2 * stage).load(mma))
-        g = (e * (slope - r_ring.index(2 * stage + 1).load(mma))).to(gl.bfloat16)
-        p = e.to(gl.bfloat16)
+        x = s * scale
+        if not C.FIXED:
+            x = x + top[:, None]
+        e = gl.exp2(x - r_ring.index(2 * stage).load(mma))
+        g = (e * (slope - r_ring.index(2 * stage + 1).load(mma))).to(kind)
+        p = e.to(kind)
         if C.CAUSAL:
             if start < masked:
                 seen = o_n[:, None] <= (start + o_m)[None, :]
                 p, g = gl.where(seen, p, gl.zeros_like(p)), gl.where(seen, g, gl.zeros_like(g))
-        mix = mixed((p,) + across(n_ring, LINES * stage, mma, BM, M - 1), w, M, C.BEST)
+        mix = mixed(across(n_ring, LINES * stage, mma, BM, M - C.FIRST), w, C.FIRST, M, C.BEST)
         p, ds = multiply(p, mix), multiply(g, mix)
         if C.BEST:
             lead = n_ring.index(2 * stage + 1).load(mma).to(gl.float16, bitcast=True).broadcast_to([HALF, BM])
@@ -307,12 +329,12 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start_n + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     real = o_r < num_keys
     p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
-    gl.store(p_block, dv.to(gl.bfloat16), mask=inside(real, o_d, C.DV, D))
+    gl.store(p_block, dv.to(kind), mask=inside(real, o_d, C.DV, D))
     b_k, p_part = k_half.load(wide).to(gl.float32), p_part + (2 * i_n + part) * M * C.PART
     for r in gl.static_range(M):
         dlog_w = column_of(dw, r, wide)
         if not C.BEST:
-            dlog_w = dlog_w * gl.load(p_keys + (1 + r) * padded_keys + o_r)
+            dlog_w = dlog_w * gl.convert_layout(weights[r], gl.SliceLayout(1, wide))
         elif r == 0:
             dlog_w = dlog_w - column_of(dw, 1, wide)
         dlog_w = gl.where(real, dlog_w, 0.0)
@@ -323,7 +345,7 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         if C.POSITIONS:
             gl.store(p_dlw + r * positions + o_r, dlog_w, mask=real)
     p_block = p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :]
-    gl.store(p_block, (dk * inverse_variance).to(gl.bfloat16), mask=inside(real, o_d, C.DK, D))
+    gl.store(p_block, (dk * inverse_variance).to(kind), mask=inside(real, o_d, C.DK, D))
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -336,24 +358,25 @@ def key_kernel(
     BM: gl.constexpr = C.BM
     BN: gl.constexpr = C.BN
     M: gl.constexpr = C.M
-    LINES: gl.constexpr = 2 if C.BEST else M - 1
+    LINES: gl.constexpr = C.LINES
+    kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
     i_n, i_bh = work_of(gl.program_id(0), gl.cdiv(num_keys, BN), groups, section)
     i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
-    q_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, C.D], q_desc.layout)
-    g_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BM, C.D], g_desc.layout)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BN, C.D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, BN, C.D], v_desc.layout)
+    q_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, BM, C.D], q_desc.layout)
+    g_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, BM, C.D], g_desc.layout)
+    k_s = gl.allocate_shared_memory(kind, [1, 1, BN, C.D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(kind, [1, 1, BN, C.D], v_desc.layout)
     r_ring = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, BM], r_desc.layout)
     n_ring = r_ring
-    if M > 1:
-        n_ring = gl.allocate_shared_memory(gl.bfloat16, [LINES * STAGES, 1, BM], n_desc.layout)
+    if LINES > 0:
+        n_ring = gl.allocate_shared_memory(kind, [LINES * STAGES, 1, BM], n_desc.layout)
     if C.BEST:
         c_ring, c_other = unit_columns(0, BM), unit_columns(1, BM)
     elif M > 1:
-        c_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, COLUMNS], c_desc.layout)
+        c_ring = gl.allocate_shared_memory(kind, [STAGES, BM, COLUMNS], c_desc.layout)
         c_other = c_ring
     else:
-        c_ring = unit_columns(0, BM)
+        c_ring = unit_columns(0, BM, kind)
         c_other = c_ring
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
@@ -384,8 +407,8 @@ def key_kernel(
 
 
 def query_side(
-    p: Problem, saved: Saved, grad: Tensor, columns_: tuple[Tensor | None, Tensor | None], row_stats: Tensor,
-    grad_query: Tensor, part: Tensor,
+    p: Problem, saved: Saved, tops: Tensor | None, grad: Tensor, columns_: tuple[Tensor | None, Tensor | None],
+    row_stats: Tensor, grad_query: Tensor, part: Tensor,
 ) -> None:  # fmt: skip
     """dq, `row_stats` as vectors along the queries, and the first entries of `part`, of the heads that fit."""
     output, rows, _, factors, overflow = saved
@@ -393,11 +416,12 @@ def query_side(
     size = settings_of(p, "query_kernel", EVEN=even(query, key))
     keys, width = size["BN"], size["D"]
     weights = lines(factors, keys, ROW16)
+    extra = lines(key_columns, keys, ROW16) if p.hard else weights if tops is None else lines(tops, keys, ROW32)
     run(
         query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK, width), tiles(grad, BLOCK, width),
         tiles(key, keys, width), tiles(p.value, keys, width), weights if p.hard else columns(key_columns, keys),
-        weights, lines(key_columns, keys, ROW16) if p.hard else weights, p.shift, output, rows, overflow, row_stats,
-        row_stats.view(torch.bfloat16), factors if row_columns is None else row_columns, grad_query, part,
+        weights, extra, p.shift, output, rows, overflow, row_stats, row_stats.view(factors.dtype),
+        factors if row_columns is None else row_columns, grad_query, part,
         p.numbers[0], 1 / p.variance, *strides(output, grad_query), p.groups, p.section, p.heads, query.shape[2],
         key.shape[2], rows.shape[-1], factors.shape[-1], part.shape[2], row_stats.shape[-1], C=constants(**size),
     )  # fmt: skip
@@ -415,7 +439,7 @@ def key_side(
     queries, width = size["BM"], size["D"]
     groups, length, _ = row_stats.shape
     vectors = lines(row_stats.view(groups, -1, length), queries, ROW32)
-    narrow = lines(row_stats.view(torch.bfloat16).view(groups, -1, length), queries, ROW16)
+    narrow = lines(row_stats.view(query.dtype).view(groups, -1, length), queries, ROW16)
     run(
         key_kernel, key.shape[2], BLOCK, query, tiles(query, queries, width), tiles(grad, queries, width),
         tiles(key, BLOCK, width), tiles(p.value, BLOCK, width),

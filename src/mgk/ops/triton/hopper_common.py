@@ -23,15 +23,23 @@ ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
 
 @gluon.jit
 def multiply_add(x, y, z):
-    return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.bfloat16, True, 2)
+    if x.dtype == gl.float16:
+        result = gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.float16, True, 2)
+    else:
+        result = gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.bfloat16, True, 2)
+    return result
 
 
 @gluon.jit
 def multiply(x, y):
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}", "=r,r,r", [x, y], gl.bfloat16,
-        True, 2,
-    )  # fmt: skip
+    if x.dtype == gl.float16:
+        result = gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.float16, True, 2)
+    else:
+        result = gl.inline_asm_elementwise(
+            "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}", "=r,r,r", [x, y],
+            gl.bfloat16, True, 2,
+        )  # fmt: skip
+    return result
 
 
 @gluon.jit
@@ -94,13 +102,13 @@ def pass_turn(turn, part: gl.constexpr):
 
 
 @gluon.jit
-def unit_columns(r: gl.constexpr, ROWS: gl.constexpr):
+def unit_columns(r: gl.constexpr, ROWS: gl.constexpr, kind: gl.constexpr = gl.bfloat16):
     """Ones in column r: a product with it sums rows."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, rows))
-    ones = gl.full([ROWS, COLUMNS], 1.0, gl.bfloat16, rows)
+    ones = gl.full([ROWS, COLUMNS], 1.0, kind, rows)
     return gl.allocate_shared_memory(
-        gl.bfloat16, [ROWS, COLUMNS], THIN, gl.where((o_column == r)[None, :], ones, gl.zeros_like(ones))
+        kind, [ROWS, COLUMNS], THIN, gl.where((o_column == r)[None, :], ones, gl.zeros_like(ones))
     )
 
 

@@ -116,7 +116,11 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
     part = p.empty(batch, p.heads, parts, p.components, block_width(p.width) + 1)
     if p.packed or on_hopper:  # no program writes the parts after a sequence; fallback launches have other block sizes
         part.zero_()
-    key_columns, row_columns = columns(p, saved)
+    tops, near = None, saved
+    if on_hopper:
+        near_factors, tops = hopper.key_factors(p, saved)
+        near = (output, rows, keys, near_factors, overflow)
+    key_columns, row_columns = columns(p, near)
     numbers = (*p.numbers, 1 / p.variance)
     sizes = (batch, p.section, p.heads, num_queries, p.positions, rows.shape[-1], keys.shape[-1])
     shared = {"WIDTH": row_stats.shape[-1]}
@@ -124,7 +128,7 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
         return part.sum((0, 2))
     for each in plan.query if query_parts else ():
         if each.kernels == "hopper":
-            hopper_backward.query_side(p, saved, grad, (key_columns, row_columns), row_stats, grad_query, part)
+            hopper_backward.query_side(p, near, tops, grad, (key_columns, row_columns), row_stats, grad_query, part)
             continue
         tensors = (
             overflow, p.spans, p.query, p.key, p.shift, p.value, keys, factors, or_unused(key_columns, factors), output,
