@@ -85,7 +85,7 @@ if __name__ == "__main__":
             if not hasattr(module, name):
                 continue
             hard = (width != 128) == (name == "query_kernel")
-            others = (4, width - 16) if shifted and not hard and width > 32 else ()
+            others = (4, 3 * width // 4) if shifted and not hard and width > 32 else ()
             results = [compiled(module, name, width, hard, hard == shifted, *others)]
             if shifted and width == 64:
                 results.append(compiled(module, name, width, False, hard, kind="fp16"))

@@ -39,6 +39,7 @@ from mgk.ops.triton.hopper_common import (
     ROW16,
     ROW32,
     barriers,
+    contraction,
     copy,
     even,
     has_bad_sum,
@@ -48,6 +49,7 @@ from mgk.ops.triton.hopper_common import (
     multiply,
     multiply_add,
     pass_turn,
+    product,
     range_of,
     run,
     seen_keys,
@@ -189,7 +191,7 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     o_n = gl.arange(0, BN, gl.SliceLayout(0, mma))
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
-    s = warpgroup_mma(q_half, k_ring.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = product(q_half, k_ring.index(0).reshape([BN, D]), zero, C.K_FIRST, C.K_REST)
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         mix = mixed(rho, across(w_ring, M * stage, mma, BN, M), C.FIRST, M, C.BEST)
@@ -217,10 +219,10 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, wide, 2)), b_v, acc, is_async=True)
         if not C.EARLY:
             sums, acc = warpgroup_mma_wait(0, deps=(sums, acc))
-        s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = product(q_half, b_k, zero, C.K_FIRST, C.K_REST)
         pass_turn(turn, part)
         if C.EARLY:
-            sums, acc = warpgroup_mma_wait(1, deps=(sums, acc))
+            sums, acc = warpgroup_mma_wait(C.UNDER_WAY, deps=(sums, acc))
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s,))
 
@@ -298,15 +300,19 @@ def settings(
     """The compile-time constants C of a kernel, by name.
 
     FIRST: the first component whose row factor is not always 1. LINES: how many narrow vectors the key side reads.
+    UNDER_WAY: how many products the scores (and slopes) of a tile are.
     """
     first = int(fixed or components == 1)
     block = max(block_width(width), block_width(value_width))
     other, stages, early = SIZES[name, block]
     queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
+    spans = (contraction(width, block), contraction(value_width, block))
+    under_way = sum(1 + (rest > 0) for _, rest in (spans[:1] if name == "forward_kernel" else spans))
     return {
         "BM": queries, "BN": keys, "STAGES": stages, "EARLY": early, "D": block, "DK": width, "DV": value_width,
         "M": components, "BEST": hard, "FIXED": fixed, "FIRST": first, "LINES": 2 if hard else components - first,
-        "PART": block_width(width) + 1, **others,
+        "K_FIRST": spans[0][0], "K_REST": spans[0][1], "V_FIRST": spans[1][0], "V_REST": spans[1][1],
+        "UNDER_WAY": under_way, "PART": block_width(width) + 1, **others,
     }  # fmt: skip
 
 
