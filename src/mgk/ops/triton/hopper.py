@@ -8,9 +8,10 @@ generic kernels.
 
 The copy engine fills tiles of D columns with zeros where heads (of width DK) or values (DV) are narrower.
 
-float16 (not FIXED) has too few exponents to hold w and rho, whose size does not matter, so that they become exponents:
-2^l = 2^(q.k/s2 + top[j] + top[i]) sum_r u_r[i] w_r[j], where the largest u of each query and the largest w of each key
-are 1. With every u at least 2^-FEWEST a sum is at least that and at most M. A head with a smaller one is flagged.
+float16 (not FIXED) has too few exponents for the sizes of w and of rho, which become exponents:
+2^l = 2^(q.k/s2 + top[j] + top[i]) sum_r u_r[i] w_r[j], where the largest w of each key and the largest u of each query
+are 1. If every u is at least LEAST, a sum is between that and M; a head with a smaller one is flagged. The forward
+pass, whose rows have a running maximum, keeps rho in place of u.
 
 Triton's interpreter does not run Gluon: without a GPU the tests run these kernels in an emulation of it.
 """
@@ -74,7 +75,7 @@ SIZES = {
 }  # fmt: skip
 
 
-FEWEST = gl.constexpr(2.0**-12)
+LEAST = gl.constexpr(2.0**-12)
 
 
 @gluon.jit
@@ -177,12 +178,8 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     row: gl.constexpr = gl.SliceLayout(1, mma)
     q_half = q_s.reshape([C.BM, D]).slice(part * HALF, HALF, 0)
     o_m = i_m * C.BM + part * HALF + gl.arange(0, HALF, row)
-    bound, base = gl.load(p_rows + o_m), 0.0
-    if C.FIXED:
-        factors = load_rows(p_rows, o_m, padded_queries, M, C.BEST)
-    else:
-        factors, top = load_shares(p_rows, o_m, padded_queries, M)
-        base = top - gl.load(p_rows + (1 + M) * padded_queries + o_m)
+    bound, factors = gl.load(p_rows + o_m), load_rows(p_rows, o_m, padded_queries, M, C.BEST)
+    if not C.FIXED:
         bound = gl.full([HALF], float("-inf"), gl.float32, row)
     rho = down(factors, BN, kind, C.FIRST, M)
     acc = gl.zeros([HALF, D], gl.float32, wide)
@@ -230,12 +227,14 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     here = gl.convert_layout(total, row)
     bad = has_bad_sum(here, o_m, num_queries, num_keys, C.CAUSAL)
     if not C.FIXED:
+        most = factors[0]
+        for r in gl.static_range(1, M):
+            most = gl.maximum(most, factors[r])
         for r in gl.static_range(M):
-            bad = bad | ((factors[r] >= FEWEST) == 0)
+            bad = bad | ((factors[r] >= LEAST * most) == 0)
     if gl.max(bad.to(gl.int32), 0) > 0:
         gl.store(p_overflow + 1, 1.0)
-    lse = bound + gl.log2(here) + base
-    gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), lse, float("inf")))
+    gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
@@ -302,7 +301,7 @@ def settings(
     FIRST: the first component whose row factor is not always 1. LINES: how many narrow vectors the key side reads.
     UNDER_WAY: how many products the scores (and slopes) of a tile are.
     """
-    first = int(fixed or components == 1)
+    first = int(fixed or components == 1 or name == "forward_kernel")
     block = max(block_width(width), block_width(value_width))
     other, stages, early = SIZES[name, block]
     queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
