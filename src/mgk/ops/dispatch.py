@@ -74,6 +74,7 @@ class Call:
     packed: bool = False
     dropout: bool = False
     variances: bool = False  # one variance per component
+    shared: bool = False  # such variances with shifted keys, of the family "projected"
     aligned: bool = True
     needs_grad: bool = True
 
@@ -218,7 +219,7 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
 
 def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
     path = HARD if call.hard else FALLBACK
-    fixed = not call.variances and call.dtype != "float16"
+    fixed = call.dtype != "float16"
     forward: tuple[Launch, ...] = (Launch("generic", ALL, path),)
     if fixed:
         fast = HARD if call.hard else FAST
