@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mgk.ops.triton import hopper, hopper_common, hopper_projected, hopper_short
+from mgk.ops.triton import hopper, hopper_common, hopper_projected, hopper_short, hopper_variances
 from mgk.ops.triton.hopper_common import ROW16, ROW32
 
 MEMORY = 233472  # what a multiprocessor has; each program takes 1,024 bytes more than it asks for
@@ -34,9 +34,12 @@ def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> An
         "w_desc": descriptor(1, other, ROW16), "gap_desc": descriptor(1, other, ROW16, "fp16"),
         "r_desc": descriptor(1, other, ROW32, "fp32"), "n_desc": descriptor(1, other, ROW16),
         **dict.fromkeys(("OUT", "DQ", "DK", "DV", "NARROW_ROWS", "ROW_COLUMNS", "SHIFT"), "*bf16"),
-        **dict.fromkeys(("ROWS", "OVERFLOW", "ROW_STATS", "PART", "KEYS", "DLW"), "*fp32"),
+        **dict.fromkeys(("ROWS", "OVERFLOW", "ROW_STATS", "PART", "KEYS", "DLW", "VARIANCE"), "*fp32"),
         **dict.fromkeys(("scale", "inverse_variance"), "fp32"),
     }  # fmt: skip
+    if module is hopper_variances:
+        kinds["KEYS"] = "*bf16"
+        del constants["BEST"]
     if projected:
         kinds["KEYS"] = "*fp32" if hard else "*bf16"
         kinds["w_desc"] = descriptor(1, other, ROW32, "fp32") if hard else kinds["w_desc"]
@@ -65,7 +68,8 @@ def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool =
 
 
 if __name__ == "__main__":
-    for module in [each for each in (hopper, hopper_projected) if each.__name__.split(".")[-1] in sys.argv]:
+    modules = hopper, hopper_projected, hopper_variances
+    for module in [each for each in modules if each.__name__.split(".")[-1] in sys.argv]:
         for name, width in module.SIZES:
             hard = (width != 128) == (name == "query_kernel")
             result = compiled(module, name, width, hard, causal=hard == (module is hopper))

@@ -6,7 +6,7 @@ needs neither a GPU nor Triton, so that the plan for any machine can be tested a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -103,6 +103,10 @@ class Call:
         """Whether the Hopper kernels for long sequences take the call, with heads at least so wide."""
         long = self.aligned and min(self.queries, self.keys) >= HOPPER_BLOCK
         return long and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
+
+    def shares_on_hopper(self) -> bool:
+        """Whether the Hopper kernels for shifted keys with a variance per component take the call."""
+        return self.shared and not self.hard and replace(self, variances=False).wide(64)
 
 
 @dataclass(frozen=True)
@@ -227,11 +231,11 @@ def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
     backward: tuple[Launch, ...] = (
         Launch("generic", ALL, path, narrow=call.hard and call.narrow and not call.variances),
     )
-    if call.narrow and not call.variances and not call.hard:
+    if call.narrow and not call.hard and (not call.variances or call.shares_on_hopper()):
         backward = (Launch("generic", FITTING, FAST, narrow=True), Launch("generic", OVERFLOWING, path))
-    if call.wide(32):
+    if call.wide(32) or call.shares_on_hopper():
         forward = on_hopper(forward)
-    if call.wide(32 if call.hard else 64):
+    if call.wide(32 if call.hard else 64) or call.shares_on_hopper():
         backward = on_hopper(backward)
     return {"forward": forward, "query": backward, "key": backward}
 

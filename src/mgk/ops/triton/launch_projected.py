@@ -23,7 +23,7 @@ from mgk.ops.triton.launch_shifted import Saved
 from mgk.ops.triton.problem import GLUON, Problem, compile_options, generic, lanes, padded, strides
 
 if GLUON:
-    from mgk.ops.triton import hopper_common, hopper_projected
+    from mgk.ops.triton import hopper_common, hopper_projected, hopper_variances
 
 
 def results(p: Problem) -> Saved:
@@ -62,7 +62,7 @@ def forward(p: Problem) -> Saved:
     )  # fmt: skip
     for each in p.plan().forward:
         if each.kernels == "hopper":
-            hopper_projected.forward(p, saved)
+            (hopper_variances if p.shared else hopper_projected).forward(p, saved)
             continue
         settings = p.settings(each, MASK_QUERIES=p.query_mask is not None)
         launch(
@@ -88,7 +88,9 @@ def backward(
     on_queries, on_keys = generic(plan.query_tile), generic(plan.key_tile)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     query_parts = 0 if p.variances is None else query_blocks  # only variances have a gradient from the query pass
-    parts = query_parts + (keys.shape[-1] // hopper_common.HALF.value if on_hopper else key_blocks)
+    parts = query_parts + key_blocks
+    if on_hopper:
+        parts = (keys.shape[-1] + (rows.shape[-1] if p.shared else 0)) // hopper_common.HALF.value
     biases = 0 if p.variances is None else p.components
     row_stats = p.empty(*rows.shape, max(1 << (1 + biases).bit_length(), lanes(on_keys)))
     part = p.empty(batch, p.heads, parts, p.components, part_width(p))
@@ -99,6 +101,9 @@ def backward(
         batch, p.section, p.heads, num_queries, p.positions, rows.shape[-1], keys.shape[-1], query_parts, parts
     )  # fmt: skip
     for each in plan.query if p.groups * query_blocks else ():
+        if each.kernels == "hopper" and p.shared:
+            hopper_variances.query_side(p, saved, grad, row_stats, grad_query, part)
+            continue
         if each.kernels == "hopper":
             hopper_projected.query_side(p, saved, grad, row_stats, grad_query)
             continue
@@ -113,7 +118,7 @@ def backward(
         )  # fmt: skip
     for each in plan.key if p.groups * key_blocks else ():
         if each.kernels == "hopper":
-            hopper_projected.key_side(p, saved, grad, row_stats, grads, part)
+            (hopper_variances if p.shared else hopper_projected).key_side(p, saved, grad, row_stats, grads, part)
             continue
         tensors = (
             overflow, p.spans, p.query, key, p.shift, p.value, keys, factors, p.variances, p.seed, grad, row_stats,

@@ -1,0 +1,47 @@
+"""Hopper kernels for projected keys, and for shifted ones with a variance per component, beyond the cases of
+test_triton_hopper.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.common import Case
+from tests.ops.test_triton import assert_low_precision
+from tests.ops.test_triton_hopper import ALL, CASE, assert_near, modules, taken
+
+__all__ = ["modules", "taken"]  # fixtures
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+VARIANCES = replace(CASE, variance="tensor")
+
+
+@pytest.mark.parametrize(
+    ("case", "scale"),
+    [
+        (replace(VARIANCES, Nq=200, Nk=331, prior="position"), 1.0),
+        (replace(VARIANCES, Nq=128, Nk=320, is_causal=True, prior=None), 1.0),
+        (replace(VARIANCES, D=128, Dv=128, B=2, Nq=300, Nk=333, is_causal=True), 1.0),
+        (replace(VARIANCES, Nq=130, Nk=256, is_causal=True), 6.0),
+    ],
+    ids=["ragged", "later", "wide", "far"],
+)
+def test_shifted_keys_with_variances(case: Case, scale: float, taken: list[str]) -> None:
+    assert_low_precision(case, torch.bfloat16, scale=scale)
+    assert taken == ALL
+
+
+def test_each_head_with_variances_takes_its_road(taken: list[str]) -> None:
+    """One head whose keys reach too far, one with a query far from all keys, variances in either order, and queries
+    that see nothing.
+    """
+    case = replace(VARIANCES, B=2, H=3, is_causal=True, prior=None, Nq=200, Nk=130)
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    inputs["key"][1, 0] *= 16
+    inputs["query"][0, 1, 77] *= 80
+    inputs["variance"][2] = torch.tensor([20.0, 2.0])
+    assert_near(inputs, case.options())
+    assert taken == ALL
