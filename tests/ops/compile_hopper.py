@@ -21,7 +21,7 @@ def descriptor(rows: int, width: int, layout: Any, kind: str = "bf16", rank: int
     return f"tensordesc<{kind}[{','.join(map(str, shape))}],{layout!r}>"
 
 
-def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> Any:
+def compiled(module: Any, name: str, width: int, hard: bool, causal: bool, kind: str = "bf16") -> Any:
     kernel, tile, thin = getattr(module, name), hopper_common.layout(width, 4), hopper_common.THIN.value
     constants: dict[str, Any] = {"CAUSAL": causal, "BEST": hard, **module.sizes(name, width)}
     constants["POSITIONS" if name == "key_kernel" else "EVEN"] = causal
@@ -41,8 +41,10 @@ def compiled(module: Any, name: str, width: int, hard: bool, causal: bool) -> An
         kinds["KEYS"] = "*bf16"
         del constants["BEST"]
     if projected:
-        kinds["KEYS"] = "*fp32" if hard else "*bf16"
-        kinds["w_desc"] = descriptor(1, other, ROW32, "fp32") if hard else kinds["w_desc"]
+        factored = not hard and kind == "bf16"
+        kinds = {each: value.replace("bf16", kind) for each, value in kinds.items()}
+        kinds["KEYS"] = "*bf16" if factored else "*fp32"
+        kinds["w_desc"] = kinds["w_desc"] if factored else descriptor(1, other, ROW32, "fp32")
     signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
@@ -72,7 +74,8 @@ if __name__ == "__main__":
     for module in [each for each in modules if each.__name__.split(".")[-1] in sys.argv]:
         for name, width in module.SIZES:
             hard = (width != 128) == (name == "query_kernel")
-            result = compiled(module, name, width, hard, causal=hard == (module is hopper))
+            kind = "fp16" if module is hopper_projected and width == 64 else "bf16"
+            result = compiled(module, name, width, hard, hard == (module is hopper), kind)
             if result.metadata.shared + 1024 > MEMORY:
                 raise SystemExit(f"{name}, {width} wide: {result.metadata.shared} bytes of shared memory")
     if "hopper_short" in sys.argv:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mgk.ops import triton as package
 
-NAMES = "hopper_common", "hopper", "hopper_projected", "hopper_variances", "hopper_short"
+NAMES = "hopper_common", "hopper", "hopper_projected_keys", "hopper_projected", "hopper_variances", "hopper_short"
 PATIENCE = 60.0  # seconds until a wait is a deadlock
 
 
@@ -80,6 +80,10 @@ class Shared:
     """Shared memory; views share it."""
 
     memory: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
 
     def index(self, place: Any) -> Shared:
         return Shared(self.memory[int(place)])

@@ -45,3 +45,30 @@ def test_each_head_with_variances_takes_its_road(taken: list[str]) -> None:
     inputs["variance"][2] = torch.tensor([20.0, 2.0])
     assert_near(inputs, case.options())
     assert taken == ALL
+
+
+HALF = replace(CASE, variant="mgk", H=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "scale", "kernels"),
+    [
+        (replace(HALF, Nq=200, Nk=331, prior="position"), 1.0, ALL),
+        (replace(HALF, Nq=130, Nk=256, is_causal=True), 6.0, ALL),
+        (replace(HALF, Nq=300, Nk=333, D=128, Dv=128, is_causal=True), 1.0, ALL),
+        (replace(HALF, Nq=128, Nk=200, D=32, Dv=32, prior=None), 1.0, ["forward_kernel"]),
+        (replace(HALF, Nq=200, Nk=331, e_step="hard", is_causal=True), 1.0, ALL),
+        (replace(HALF, Nq=128, Nk=200, D=128, Dv=128, e_step="hard"), 1.0, ALL),
+    ],
+    ids=["ragged", "far", "wide", "narrow", "hard", "hard wide"],
+)
+def test_projected_keys_in_float16(case: Case, scale: float, kernels: list[str], taken: list[str]) -> None:
+    """With a running maximum: weights below 2^-24 are 0 in float16."""
+    assert_low_precision(case, torch.float16, scale=scale)
+    assert taken == kernels
+
+
+def test_queries_that_see_nothing_in_float16(taken: list[str]) -> None:
+    case = replace(HALF, Nq=300, Nk=129, is_causal=True, prior=None)
+    assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options(), torch.float16)
+    assert taken == ALL

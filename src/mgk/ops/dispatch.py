@@ -104,6 +104,10 @@ class Call:
         long = self.aligned and min(self.queries, self.keys) >= HOPPER_BLOCK
         return long and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
 
+    def projects_on_hopper(self, least: int) -> bool:
+        """Whether the Hopper kernels for projected keys take the call, with heads at least so wide."""
+        return self.dtype != "float32" and replace(self, dtype="bfloat16").wide(least)
+
     def shares_on_hopper(self) -> bool:
         """Whether the Hopper kernels for shifted keys with a variance per component take the call."""
         return self.shared and not self.hard and replace(self, variances=False).wide(64)
@@ -233,9 +237,9 @@ def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
     )
     if call.narrow and not call.hard and (not call.variances or call.shares_on_hopper()):
         backward = (Launch("generic", FITTING, FAST, narrow=True), Launch("generic", OVERFLOWING, path))
-    if call.wide(32) or call.shares_on_hopper():
+    if call.projects_on_hopper(32) or call.shares_on_hopper():
         forward = on_hopper(forward)
-    if call.wide(32 if call.hard else 64) or call.shares_on_hopper():
+    if call.projects_on_hopper(32 if call.hard else 64) or call.shares_on_hopper():
         backward = on_hopper(backward)
     return {"forward": forward, "query": backward, "key": backward}
 
