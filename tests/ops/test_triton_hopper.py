@@ -192,20 +192,19 @@ def test_the_same_bits_every_time_and_in_any_layout(case: Case, kernels: list[st
     assert taken == 3 * kernels
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "case",
     [
-        replace(CASE, Nk=100),
+        *(replace(CASE, Nk=100, variant=variant) for variant in VARIANTS),
+        *(replace(CASE, masked=True, variant=variant) for variant in VARIANTS),
+        *(replace(CASE, M=3, variant=variant) for variant in VARIANTS),
         replace(CASE, D=48, Dv=64),
-        replace(CASE, M=3),
-        replace(CASE, masked=True),
         replace(CASE, D=72, Dv=72),
+        replace(CASE, D=20, Dv=64, variant="mgk"),
     ],
-    ids=["short", "widths", "components", "masked", "width"],
 )
-def test_what_they_do_not_take_is_left_to_the_others(case: Case, variant: str, taken: list[str]) -> None:
-    assert_low_precision(replace(case, variant=variant), torch.bfloat16)
+def test_what_they_do_not_take_is_left_to_the_others(case: Case, taken: list[str]) -> None:
+    assert_low_precision(case, torch.bfloat16)
     assert not taken
 
 

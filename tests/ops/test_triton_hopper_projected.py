@@ -72,3 +72,21 @@ def test_queries_that_see_nothing_in_float16(taken: list[str]) -> None:
     case = replace(HALF, Nq=300, Nk=129, is_causal=True, prior=None)
     assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options(), torch.float16)
     assert taken == ALL
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "kernels"),
+    [
+        (replace(HALF, Nq=200, Nk=331, D=96, Dv=96, is_causal=True), torch.bfloat16, ALL),
+        (replace(HALF, Nq=130, Nk=200, D=40, Dv=72, e_step="hard"), torch.bfloat16, ALL),
+        (replace(HALF, Nq=130, Nk=200, D=56, Dv=48, prior="position"), torch.float16, ALL),
+        (replace(HALF, Nq=130, Nk=200, D=24, Dv=32), torch.bfloat16, ["forward_kernel"]),
+        (replace(VARIANCES, Nq=130, Nk=200, D=40, Dv=48), torch.bfloat16, ALL),
+        (replace(VARIANCES, Nq=130, Nk=200, D=48, Dv=80, is_causal=True), torch.bfloat16, ALL),
+    ],
+    ids=["96", "40 and 72", "56 and 48", "24 and 32", "variances, 40 and 48", "variances, 48 and 80"],
+)
+def test_widths_between(case: Case, dtype: torch.dtype, kernels: list[str], taken: list[str]) -> None:
+    """Zeros fill the blocks, whose width is that of the wider one of heads and values."""
+    assert_low_precision(case, dtype)
+    assert taken == kernels

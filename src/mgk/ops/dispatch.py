@@ -105,12 +105,15 @@ class Call:
         return long and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
 
     def projects_on_hopper(self, least: int) -> bool:
-        """Whether the Hopper kernels for projected keys take the call, with heads at least so wide."""
-        return self.dtype != "float32" and replace(self, dtype="bfloat16").wide(least)
+        """Whether the Hopper kernels for projected keys take the call, with blocks at least so wide."""
+        block = self.block_width
+        full = replace(self, dtype="bfloat16", width=block, value_width=block)  # zeros fill the blocks
+        return self.dtype != "float32" and full.wide(least)
 
     def shares_on_hopper(self) -> bool:
         """Whether the Hopper kernels for shifted keys with a variance per component take the call."""
-        return self.shared and not self.hard and replace(self, variances=False).wide(64)
+        fits = self.shared and not self.hard and self.dtype == "bfloat16"
+        return fits and replace(self, variances=False).projects_on_hopper(64)
 
 
 @dataclass(frozen=True)

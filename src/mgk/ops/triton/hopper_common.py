@@ -135,6 +135,25 @@ def has_bad_sum(total, o_m, num_queries, num_keys, CAUSAL: gl.constexpr):
     return bad
 
 
+@gluon.jit
+def inside(rows, o_column, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
+    """Which numbers of a block are in `rows` and in the first WIDTH columns."""
+    mask = rows[:, None]
+    if WIDTH < BLOCK:
+        mask = mask & (o_column < WIDTH)[None, :]
+    return mask
+
+
+@gluon.jit
+def load_line(pointer, o_column, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
+    """WIDTH numbers in float32, and zeros behind them."""
+    if WIDTH < BLOCK:
+        line = gl.load(pointer + o_column, mask=o_column < WIDTH, other=0.0)
+    else:
+        line = gl.load(pointer + o_column)
+    return line.to(gl.float32)
+
+
 def even(query: Tensor, key: Tensor) -> bool:
     return query.shape[2] % BLOCK == key.shape[-2] % BLOCK == 0
 
@@ -144,9 +163,9 @@ def layout(width: int, rank: int) -> Any:
     return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
 
 
-def tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Of rows along the last dimension but one."""
-    rank, width = tensor.dim(), tensor.shape[-1]
+def tiles(tensor: Tensor, rows: int, width: int = 0) -> TensorDescriptor:
+    """Of rows along the last dimension but one; zeros follow where they are shorter than `width`."""
+    rank, width = tensor.dim(), width or tensor.shape[-1]
     shape = [*[1] * (rank - 2), rows, width]
     return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], shape, layout(width, rank))
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mgk.ops.dispatch import block_width
 from mgk.ops.triton.hopper_common import (
     BLOCK,
     COLUMNS,
@@ -30,6 +31,7 @@ from mgk.ops.triton.hopper_common import (
     copy,
     even,
     has_bad_sum,
+    inside,
     lines,
     multiply,
     multiply_add,
@@ -86,7 +88,7 @@ def load_keys(
 
 @gluon.jit
 def forward_block(
-    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, WV: gl.constexpr,
     STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """The output of 64 queries and their LSE."""
@@ -163,15 +165,17 @@ def forward_block(
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
     o_r = (i_m * BM + part * HALF + o_r).to(gl.int64)
-    gl.store(p_out + o_r[:, None] * stride_o + o_d[None, :], output.to(dtype), mask=(o_r < num_queries)[:, None])
+    p_block = p_out + o_r[:, None] * stride_o + o_d[None, :]
+    gl.store(p_block, output.to(dtype), mask=inside(o_r < num_queries, o_d, WV, D))
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q_desc, k_desc, v_desc, w_desc, OUT, ROWS, OVERFLOW, scale, sob, soh, son, groups, section, H, num_queries,
-    num_keys, padded_queries, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    num_keys, padded_queries, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    WV: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
+    """D is the width of a block, W and WV are those of a head and a value; zeros fill the rest of a block."""
     i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
     i_m, i_b, i_h = gl.cdiv(num_queries, BM) - 1 - i_block, i_bh // H, i_bh % H
     q_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, BM, D], q_desc.layout)
@@ -191,8 +195,8 @@ def forward_kernel(
         loads, where = (q_desc, q_desc, k_desc, v_desc, w_desc), (i_b, i_h, i_bh, i_m, count)
         gl.warp_specialize(
             [
-                (forward_block, (gl.constexpr(0), shared, (c_s,), rest, BM, BN, D, STAGES, EVEN, CAUSAL, BEST)),
-                (forward_block, (gl.constexpr(1), shared, (c_s,), rest, BM, BN, D, STAGES, EVEN, CAUSAL, BEST)),
+                (forward_block, (gl.constexpr(0), shared, (c_s,), rest, BM, BN, D, WV, STAGES, EVEN, CAUSAL, BEST)),
+                (forward_block, (gl.constexpr(1), shared, (c_s,), rest, BM, BN, D, WV, STAGES, EVEN, CAUSAL, BEST)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, FACTORED, gl.constexpr(True))),
             ],
             [4, 1], [240, 24],
@@ -201,8 +205,8 @@ def forward_kernel(
 
 @gluon.jit
 def query_block(
-    part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
+    part: gl.constexpr, shared, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    WV: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 queries, and what the key side needs of them."""
     q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn = shared
@@ -221,7 +225,7 @@ def query_block(
     lse = gl.load(p_rows + o_m)
     o_f, o_d = first + gl.arange(0, HALF, gl.SliceLayout(1, flat)), gl.arange(0, D, gl.SliceLayout(0, flat))
     p_block = p_out + o_f.to(gl.int64)[:, None] * stride_o + o_d[None, :]
-    b_o = gl.load(p_block, mask=(o_f < num_queries)[:, None], other=0.0).to(gl.float32)
+    b_o = gl.load(p_block, mask=inside(o_f < num_queries, o_d, WV, D), other=0.0).to(gl.float32)
     mbarrier.wait(ready, 0)
     delta = gl.convert_layout(gl.sum(b_o * g_half.load(flat).to(gl.float32), 1), row)
     gl.store(p_known + o_m, lse)
@@ -271,14 +275,14 @@ def query_block(
     warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), first + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     at = o_r.to(gl.int64)[:, None] * stride_d + o_d[None, :]
-    gl.store(p_dq + at, (dq * inverse_variance).to(dtype), mask=(o_r < num_queries)[:, None])
+    gl.store(p_dq + at, (dq * inverse_variance).to(dtype), mask=inside(o_r < num_queries, o_d, W, D))
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def query_kernel(
     q_desc, g_desc, k_desc, v_desc, w_desc, OUT, ROWS, OVERFLOW, ROW_STATS, DQ, scale, inverse_variance, sob, soh,
     son, sdb, sdh, sdn, groups, section, H, num_queries, num_keys, padded_queries, width, BM: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr, WV: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
     CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
@@ -304,19 +308,25 @@ def query_kernel(
         loads, where = (q_desc, g_desc, k_desc, v_desc, w_desc), (i_b, i_h, i_bh, i_m, count)
         gl.warp_specialize(
             [
-                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, STAGES, EVEN, CAUSAL, BEST)),
-                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, STAGES, EVEN, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(0), shared, rest, BM, BN, D, W, WV, STAGES, EVEN, CAUSAL, BEST)),
+                (query_block, (gl.constexpr(1), shared, rest, BM, BN, D, W, WV, STAGES, EVEN, CAUSAL, BEST)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, FACTORED, gl.constexpr(False))),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
 
 
-def sizes(name: str, width: int) -> dict[str, Any]:
+def sizes(name: str, width: int, head: int = 0, value: int = 0) -> dict[str, Any]:
+    """`width` of a block; `head` and `value` where they are less."""
     other, stages = SIZES[name, width]
     block = HALF.value if name == "key_kernel" and width == 128 else BLOCK
     queries, keys = (other, block) if name == "key_kernel" else (BLOCK, other)
-    return {"BM": queries, "BN": keys, "STAGES": stages, "D": width}
+    return {"BM": queries, "BN": keys, "STAGES": stages, "D": width, "W": head or width, "WV": value or width}
+
+
+def sizes_of(name: str, p: Problem) -> dict[str, Any]:
+    head, value = p.width, p.value.shape[-1]
+    return sizes(name, max(map(block_width, (head, value))), head, value)
 
 
 def weights(keys: Tensor, factors: Tensor, width: int) -> TensorDescriptor:
@@ -327,10 +337,11 @@ def weights(keys: Tensor, factors: Tensor, width: int) -> TensorDescriptor:
 def forward(p: Problem, saved: Saved) -> None:
     """Output and log-sum-exp of the heads that fit; heads that are found not to are flagged."""
     output, rows, keys, factors, overflow = saved
-    size, query, key = sizes("forward_kernel", p.width), p.query, p.key
-    tile = size["BN"]
+    size, query, key = sizes_of("forward_kernel", p), p.query, p.key
+    tile, width = size["BN"], size["D"]
     run(
-        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(key, tile), tiles(p.value, tile),
+        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK, width), tiles(key, tile, width),
+        tiles(p.value, tile, width),
         weights(keys, factors, tile), output, rows, overflow, p.numbers[0], *strides(output), p.groups,
         p.section, p.heads, query.shape[2], key.shape[3], rows.shape[-1], **size, EVEN=even(query, key),
         CAUSAL=p.causal, BEST=p.hard,
@@ -340,13 +351,14 @@ def forward(p: Problem, saved: Saved) -> None:
 def query_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grad_query: Tensor) -> None:
     """dq, and `row_stats` as vectors along the queries, of the heads that fit."""
     output, rows, keys, factors, overflow = saved
-    size, query, key = sizes("query_kernel", p.width), p.query, p.key
-    tile = size["BN"]
+    size, query, key = sizes_of("query_kernel", p), p.query, p.key
+    tile, width = size["BN"], size["D"]
     run(
-        query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, tile),
-        tiles(p.value, tile), weights(keys, factors, tile), output, rows, overflow, row_stats, grad_query,
-        p.numbers[0], 1 / p.variance, *strides(output, grad_query), p.groups, p.section, p.heads, query.shape[2],
-        key.shape[3], rows.shape[-1], row_stats.shape[-1], **size, EVEN=even(query, key), CAUSAL=p.causal, BEST=p.hard,
+        query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK, width), tiles(grad, BLOCK, width),
+        tiles(key, tile, width), tiles(p.value, tile, width), weights(keys, factors, tile), output, rows, overflow,
+        row_stats, grad_query, p.numbers[0], 1 / p.variance, *strides(output, grad_query), p.groups, p.section,
+        p.heads, query.shape[2], key.shape[3], rows.shape[-1], row_stats.shape[-1], **size, EVEN=even(query, key),
+        CAUSAL=p.causal, BEST=p.hard,
     )  # fmt: skip
 
 
@@ -354,13 +366,14 @@ def key_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grads: l
     """dk, dv, the gradient of a prior per position and `part`, of the heads that fit."""
     _, _, keys, factors, overflow = saved
     _, grad_key, grad_value, grad_bias = grads
-    size, query, key = sizes("key_kernel", p.width), p.query, p.key
-    queries, block = size["BM"], size["BN"]
+    size, query, key = sizes_of("key_kernel", p), p.query, p.key
+    queries, block, width = size["BM"], size["BN"], size["D"]
     vectors = lines(row_stats.view(row_stats.shape[0], -1, row_stats.shape[1]), queries, ROW32)
     run(
-        key_kernel, key.shape[3], block, query, tiles(query, queries), tiles(grad, queries), tiles(key, block),
-        tiles(p.value, block), vectors, factors if factors.numel() else keys, overflow, grad_key, grad_value,
-        grad_bias, part, p.numbers[0], 1 / p.variance, *strides(grad_key, grad_value), p.groups, p.section, p.heads,
-        query.shape[2], key.shape[3], p.positions, keys.shape[-1], part.shape[2], row_stats.shape[-1], **size, CAUSAL=p.causal,
+        key_kernel, key.shape[3], block, query, tiles(query, queries, width), tiles(grad, queries, width),
+        tiles(key, block, width), tiles(p.value, block, width), vectors,
+        factors if factors.numel() else keys, overflow, grad_key, grad_value, grad_bias, part, p.numbers[0],
+        1 / p.variance, *strides(grad_key, grad_value), p.groups, p.section, p.heads, query.shape[2],
+        key.shape[3], p.positions, keys.shape[-1], part.shape[2], row_stats.shape[-1], **size, CAUSAL=p.causal,
         BEST=p.hard, POSITIONS=grad_bias.dim() > 1,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from mgk.ops.triton.hopper_common import (
     barriers,
     column_of,
     copy,
+    inside,
     multiply,
     pass_turn,
     second_of,
@@ -56,14 +57,15 @@ def load_queries(loads, shared, where, BM: gl.constexpr, BN: gl.constexpr, D: gl
 
 @gluon.jit
 def store_key(
-    dk, dw, k_s, p_dk, p_dlw, p_part, inverse_variance, stride, o_r, num_keys, D: gl.constexpr, POSITIONS: gl.constexpr
-):
+    dk, dw, k_s, p_dk, p_dlw, p_part, inverse_variance, stride, o_r, o_d, num_keys, D: gl.constexpr, W: gl.constexpr,
+    POSITIONS: gl.constexpr,
+):  # fmt: skip
     """dk of one component, and its share of dlog_prior."""
     wide: gl.constexpr = dk.type.layout
-    o_d, real = gl.arange(0, D, gl.SliceLayout(0, wide)), o_r < num_keys
+    real = o_r < num_keys
     dw = gl.where(real, dw, 0.0)
     grad = ((dk - dw[:, None] * k_s.load(wide).to(gl.float32)) * inverse_variance).to(k_s.dtype)
-    gl.store(p_dk + o_r.to(gl.int64)[:, None] * stride + o_d[None, :], grad, mask=real[:, None])
+    gl.store(p_dk + o_r.to(gl.int64)[:, None] * stride + o_d[None, :], grad, mask=inside(real, o_d, W, D))
     gl.store(p_part, gl.sum(dw, 0))
     gl.store(p_part + 1, 0.0)
     if POSITIONS:
@@ -72,8 +74,8 @@ def store_key(
 
 @gluon.jit
 def key_block(
-    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    WV: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, all columns or a half, and their share of dlog_prior; keys down and queries across."""
     q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
@@ -158,20 +160,21 @@ def key_block(
     warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
     o_d, o_r = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
     o_r += start_n
-    gl.store(p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(dtype), mask=(o_r < num_keys)[:, None])
+    p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
+    gl.store(p_block, dv.to(dtype), mask=inside(o_r < num_keys, o_d, WV, D))
     p_part += start_n // HALF * 4  # halves of the columns have the same number for it
     for r in gl.static_range(2):
         store_key(
             dk_1 if r == 1 else dk_0, column_of(dw, r, wide), (k_1 if r == 1 else k_0).slice(COLUMN, WIDTH, 1),
-            p_dk + r * stride_m + COLUMN, p_dlw + r * positions, p_part + 2 * r, inverse_variance, stride_k, o_r,
-            num_keys, WIDTH, POSITIONS,
+            p_dk + r * stride_m, p_dlw + r * positions, p_part + 2 * r, inverse_variance, stride_k, o_r, o_d, num_keys,
+            D, W, POSITIONS,
         )  # fmt: skip
 
 
 @gluon.jit
 def component_block(
-    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, POSITIONS: gl.constexpr,
+    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    WV: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     """dk of one component of 64 keys, what it adds to their dv, and its share of dlog_prior."""
     q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
@@ -231,34 +234,31 @@ def component_block(
     else:
         mbarrier.wait(done, 0)
         dv += x_s.load(wide)
-        gl.store(
-            p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :],
-            dv.to(dtype),
-            mask=(o_r < num_keys)[:, None],
-        )
+        p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
+        gl.store(p_block, dv.to(dtype), mask=inside(o_r < num_keys, o_d, WV, D))
     store_key(
         dk, column_of(dw, 0, wide), k_own, p_dk + part * stride_m, p_dlw + part * positions,
-        p_part + i_n * 4 + 2 * part, inverse_variance, stride_k, o_r, num_keys, D, POSITIONS,
+        p_part + i_n * 4 + 2 * part, inverse_variance, stride_k, o_r, o_d, num_keys, D, W, POSITIONS,
     )  # fmt: skip
 
 
 @gluon.jit
 def key_part(
-    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
+    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    WV: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     if BN == HALF and not BEST:
-        component_block(part, shared, more, rest, BM, BN, D, STAGES, CAUSAL, POSITIONS)
+        component_block(part, shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, POSITIONS)
     else:
-        key_block(part, shared, more, rest, BM, BN, D, STAGES, CAUSAL, BEST, POSITIONS)
+        key_block(part, shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, BEST, POSITIONS)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def key_kernel(
     q_desc, g_desc, k_desc, v_desc, r_desc, KEYS, OVERFLOW, DK, DV, DLW, PART, scale, inverse_variance, sdb, sdh, sdm,
     sdn, seb, seh, sen, groups, section, H, num_queries, num_keys, positions, padded_keys, parts, width,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    BEST: gl.constexpr, POSITIONS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr, WV: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     i_n, i_bh = work_of(gl.program_id(0), gl.cdiv(num_keys, BN), groups, section)
     i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
@@ -294,8 +294,8 @@ def key_kernel(
         loads, where = (q_desc, g_desc, k_desc, v_desc, r_desc), (i_b, i_h, i_bh, i_n, first, count, width)
         gl.warp_specialize(
             [
-                (key_part, (gl.constexpr(0), shared, more, rest, BM, BN, D, STAGES, CAUSAL, BEST, POSITIONS)),
-                (key_part, (gl.constexpr(1), shared, more, rest, BM, BN, D, STAGES, CAUSAL, BEST, POSITIONS)),
+                (key_part, (gl.constexpr(0), shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, BEST, POSITIONS)),
+                (key_part, (gl.constexpr(1), shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, BEST, POSITIONS)),
                 (load_queries, (loads, shared, where, BM, BN, D, STAGES)),
             ],
             [4, 1], [240, 24],

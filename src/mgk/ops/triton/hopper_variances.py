@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mgk.ops.dispatch import block_width
 from mgk.ops.triton.hopper_common import (
     BLOCK,
     COLUMNS,
@@ -35,7 +36,9 @@ from mgk.ops.triton.hopper_common import (
     copy,
     even,
     has_bad_sum,
+    inside,
     lines,
+    load_line,
     multiply,
     multiply_add,
     pass_turn,
@@ -63,15 +66,23 @@ SIZES = {
 
 
 @gluon.jit
+def store_line(pointer, o_column, line, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
+    if WIDTH < BLOCK:
+        gl.store(pointer + o_column, line, mask=o_column < WIDTH)
+    else:
+        gl.store(pointer + o_column, line)
+
+
+@gluon.jit
 def first_of(p_variance):
     """The component with the smaller variance."""
     return (gl.load(p_variance + 1) < gl.load(p_variance)).to(gl.int32)
 
 
 @gluon.jit
-def row_bias(b_q, p_shift, o_d, inverse, layout: gl.constexpr):
+def row_bias(b_q, p_shift, o_d, inverse, W: gl.constexpr, layout: gl.constexpr):
     """q.b - |q|^2/2, divided by the variance, in base 2."""
-    b_b = gl.load(p_shift + o_d).to(gl.float32)
+    b_b = load_line(p_shift, o_d, W, b_q.shape[1])
     return gl.convert_layout(gl.sum(b_q * b_b[None, :] - 0.5 * b_q * b_q, 1) * (inverse * LOG2E), layout)
 
 
@@ -101,8 +112,8 @@ def load_keys(
 
 @gluon.jit
 def forward_block(
-    part: gl.constexpr, shared, c_s, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr,
+    part: gl.constexpr, shared, c_s, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    WV: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The output of 64 queries and their LSE."""
     q_s, _, k_ring, v_ring, w_ring, full, empty, ready, turn = shared
@@ -121,8 +132,8 @@ def forward_block(
     inverse_0, inverse_1 = 1.0 / gl.load(p_variance), 1.0 / gl.load(p_variance + 1)
     mbarrier.wait(ready, 0)
     b_q = q_half.load(flat).to(gl.float32)
-    row_0 = row_bias(b_q, p_shift, o_d, inverse_0, row)[:, None]
-    row_1 = row_bias(b_q, p_shift + D, o_d, inverse_1, row)[:, None]
+    row_0 = row_bias(b_q, p_shift, o_d, inverse_0, W, row)[:, None]
+    row_1 = row_bias(b_q, p_shift + W, o_d, inverse_1, W, row)[:, None]
     scale_0, scale_1 = inverse_0 * LOG2E, inverse_1 * LOG2E
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     b_k = k_ring.index(0).reshape([BN, D])
@@ -160,14 +171,15 @@ def forward_block(
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
     o_r = (i_m * BM + part * HALF + o_r).to(gl.int64)
-    gl.store(p_out + o_r[:, None] * stride_o + o_d[None, :], output.to(gl.bfloat16), mask=(o_r < num_queries)[:, None])
+    p_block = p_out + o_r[:, None] * stride_o + o_d[None, :]
+    gl.store(p_block, output.to(gl.bfloat16), mask=inside(o_r < num_queries, o_d, WV, D))
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q_desc, k_desc, v_desc, w_desc, SHIFT, VARIANCE, OUT, ROWS, OVERFLOW, sob, soh, son, groups, section, H,
-    num_queries, num_keys, padded_queries, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr,
+    num_queries, num_keys, padded_queries, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    WV: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
     i_m, i_b, i_h = gl.cdiv(num_queries, BM) - 1 - i_block, i_bh // H, i_bh % H
@@ -184,14 +196,14 @@ def forward_kernel(
     if gl.load(p_overflow) == 0:
         shared = (q_s, q_s, k_ring, v_ring, w_ring, full, empty, ready, turn)
         rest = (
-            SHIFT + i_h * 2 * D, VARIANCE + i_h * 2, p_out, p_rows, p_overflow, son, num_queries, num_keys, i_m, whole,
+            SHIFT + i_h * 2 * W, VARIANCE + i_h * 2, p_out, p_rows, p_overflow, son, num_queries, num_keys, i_m, whole,
             count,
         )  # fmt: skip
         loads, where = (q_desc, q_desc, k_desc, v_desc, w_desc), (i_b, i_h, i_bh, i_m, count, 0)
         gl.warp_specialize(
             [
-                (forward_block, (gl.constexpr(0), shared, c_s, rest, BM, BN, D, STAGES, EVEN, CAUSAL)),
-                (forward_block, (gl.constexpr(1), shared, c_s, rest, BM, BN, D, STAGES, EVEN, CAUSAL)),
+                (forward_block, (gl.constexpr(0), shared, c_s, rest, BM, BN, D, W, WV, STAGES, EVEN, CAUSAL)),
+                (forward_block, (gl.constexpr(1), shared, c_s, rest, BM, BN, D, W, WV, STAGES, EVEN, CAUSAL)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, gl.constexpr(True))),
             ],
             [4, 1], [240, 24],
@@ -200,8 +212,8 @@ def forward_kernel(
 
 @gluon.jit
 def query_block(
-    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr,
+    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    WV: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 queries, what the key side needs of them, and their share of dshift and dvariance."""
     q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn = shared
@@ -221,14 +233,14 @@ def query_block(
     lse = gl.load(p_rows + o_m)
     o_f, o_d = begin + gl.arange(0, HALF, gl.SliceLayout(1, flat)), gl.arange(0, D, gl.SliceLayout(0, flat))
     p_block = p_out + o_f.to(gl.int64)[:, None] * stride_o + o_d[None, :]
-    b_o = gl.load(p_block, mask=(o_f < num_queries)[:, None], other=0.0).to(gl.float32)
+    b_o = gl.load(p_block, mask=inside(o_f < num_queries, o_d, WV, D), other=0.0).to(gl.float32)
     inverse_0, inverse_1 = 1.0 / gl.load(p_variance + one), 1.0 / gl.load(p_variance + other)
     scale_0, scale_1, ratio = inverse_0 * LOG2E, inverse_1 * LOG2E, inverse_1 / inverse_0
     mbarrier.wait(ready, 0)
     delta = gl.convert_layout(gl.sum(b_o * g_half.load(flat).to(gl.float32), 1), row)
     b_q = q_half.load(flat).to(gl.float32)
-    row_0 = row_bias(b_q, p_shift + one * D, o_d, inverse_0, row)
-    row_1 = row_bias(b_q, p_shift + other * D, o_d, inverse_1, row)
+    row_0 = row_bias(b_q, p_shift + one * W, o_d, inverse_0, W, row)
+    row_1 = row_bias(b_q, p_shift + other * W, o_d, inverse_1, W, row)
     gl.store(p_known + one * padded_queries + o_m, row_0 - lse)
     gl.store(p_known + other * padded_queries + o_m, row_1 - lse)
     gl.store(p_known + 2 * padded_queries + o_m, delta)
@@ -275,29 +287,30 @@ def query_block(
     b_q = q_half.load(wide).to(gl.float32)
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), begin + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     moment_0 = gl.sum(b_q * dq, 1) - ratio * moment
-    b_0 = gl.load(p_shift + one * D + o_d).to(gl.float32)
-    b_1 = gl.load(p_shift + other * D + o_d).to(gl.float32)
+    b_0 = load_line(p_shift + one * W, o_d, W, D)
+    b_1 = load_line(p_shift + other * W, o_d, W, D)
     pull_0, pull_1 = (drow * inverse_0)[:, None] * b_q, (drow * inverse_1)[:, None] * b_q
     dq = dq * inverse_0 + pull_0 - pull_1 + drow[:, None] * (b_1 * inverse_1 - b_0 * inverse_0)[None, :]
     at = o_r.to(gl.int64)[:, None] * stride_d + o_d[None, :]
-    gl.store(p_dq + at, dq.to(gl.bfloat16), mask=(o_r < num_queries)[:, None])
+    gl.store(p_dq + at, dq.to(gl.bfloat16), mask=inside(o_r < num_queries, o_d, W, D))
     half_0 = gl.convert_layout(row_0 / -scale_0, gl.SliceLayout(1, wide))
     half_1 = gl.convert_layout(row_1 / -scale_1, gl.SliceLayout(1, wide))
-    p_part += (2 * i_m + part) * 2 * (D + 2)
-    p_0, p_1 = p_part + one * (D + 2), p_part + other * (D + 2)
+    p_part += (2 * i_m + part) * 2 * (W + 2)
+    p_0, p_1 = p_part + one * (W + 2), p_part + other * (W + 2)
     gl.store(p_0, 0.0)
     gl.store(p_1, 0.0)
     gl.store(p_0 + 1, gl.sum(-drow * half_0 - moment_0, 0) * inverse_0 * inverse_0)
     gl.store(p_1 + 1, gl.sum(drow * half_1 - moment, 0) * inverse_1 * inverse_1)
-    gl.store(p_0 + 2 + o_d, -gl.sum(pull_0, 0))
-    gl.store(p_1 + 2 + o_d, gl.sum(pull_1, 0))
+    store_line(p_0 + 2, o_d, -gl.sum(pull_0, 0), W, D)
+    store_line(p_1 + 2, o_d, gl.sum(pull_1, 0), W, D)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def query_kernel(
     q_desc, g_desc, k_desc, v_desc, w_desc, SHIFT, VARIANCE, OUT, ROWS, OVERFLOW, ROW_STATS, DQ, PART, sob, soh, son,
     sdb, sdh, sdn, groups, section, H, num_queries, num_keys, padded_queries, parts, width, BM: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr, WV: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     i_block, i_bh = work_of(gl.program_id(0), gl.cdiv(num_queries, BM), groups, section)
     i_m, i_b, i_h, i_g = gl.cdiv(num_queries, BM) - 1 - i_block, i_bh // H, i_bh % H, i_bh.to(gl.int64)
@@ -317,14 +330,14 @@ def query_kernel(
         first = first_of(VARIANCE + i_h * 2)
         shared = (q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn)
         rest = (
-            SHIFT + i_h * 2 * D, VARIANCE + i_h * 2, p_out, p_rows, p_known, p_dq, PART + i_g * parts * 2 * (D + 2),
+            SHIFT + i_h * 2 * W, VARIANCE + i_h * 2, p_out, p_rows, p_known, p_dq, PART + i_g * parts * 2 * (W + 2),
             son, sdn, num_queries, num_keys, i_m, whole, count, padded_queries, first,
         )  # fmt: skip
         loads, where = (q_desc, g_desc, k_desc, v_desc, w_desc), (i_b, i_h, i_bh, i_m, count, first)
         gl.warp_specialize(
             [
-                (query_block, (gl.constexpr(0), shared, (c_0, c_1), rest, BM, BN, D, STAGES, EVEN, CAUSAL)),
-                (query_block, (gl.constexpr(1), shared, (c_0, c_1), rest, BM, BN, D, STAGES, EVEN, CAUSAL)),
+                (query_block, (gl.constexpr(0), shared, (c_0, c_1), rest, BM, BN, D, W, WV, STAGES, EVEN, CAUSAL)),
+                (query_block, (gl.constexpr(1), shared, (c_0, c_1), rest, BM, BN, D, W, WV, STAGES, EVEN, CAUSAL)),
                 (load_keys, (loads, shared, where, BM, BN, D, STAGES, gl.constexpr(False))),
             ],
             [4, 1], [240, 24],
@@ -355,7 +368,8 @@ def load_queries(loads, shared, where, BM: gl.constexpr, BN: gl.constexpr, D: gl
 @gluon.jit
 def key_block(
     part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, POSITIONS: gl.constexpr,
+    W: gl.constexpr, WV: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr,
+    POSITIONS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and their share of dlog_prior, dshift and dvariance; keys down and queries across."""
     q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
@@ -419,32 +433,34 @@ def key_block(
 
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start_n + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     real = o_r < num_keys
-    gl.store(p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :], dv.to(gl.bfloat16), mask=real[:, None])
+    p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
+    gl.store(p_block, dv.to(gl.bfloat16), mask=inside(real, o_d, WV, D))
     b_k, dk = k_half.load(wide).to(gl.float32), dk * inverse_0
-    p_part += (2 * i_n + part) * 2 * (D + 2)
+    p_part += (2 * i_n + part) * 2 * (W + 2)
     for r in gl.static_range(2):
         component, inverse, dlog_w = one, inverse_0, column_of(dw, r, wide)
         if r == 1:
             component, inverse, dlog_w = other, inverse_1, dlog_w / ratio
         dlog_w = gl.where(real, dlog_w, 0.0)
-        b_kr = b_k + gl.load(p_shift + component * D + o_d).to(gl.float32)[None, :]
+        b_kr = b_k + load_line(p_shift + component * W, o_d, W, D)[None, :]
         pull = (dlog_w * inverse)[:, None] * b_kr
         dk -= pull
-        p_own = p_part + component * (D + 2)
+        p_own = p_part + component * (W + 2)
         gl.store(p_own, gl.sum(dlog_w, 0))
         gl.store(p_own + 1, gl.sum(gl.sum(pull * b_kr, 1), 0) * (0.5 * inverse))
-        gl.store(p_own + 2 + o_d, -gl.sum(pull, 0))
+        store_line(p_own + 2, o_d, -gl.sum(pull, 0), W, D)
         if POSITIONS:
             gl.store(p_dlw + component * positions + o_r, dlog_w, mask=real)
-    gl.store(p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :], dk.to(gl.bfloat16), mask=real[:, None])
+    p_block = p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :]
+    gl.store(p_block, dk.to(gl.bfloat16), mask=inside(real, o_d, W, D))
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def key_kernel(
     q_desc, g_desc, k_desc, v_desc, r_desc, SHIFT, VARIANCE, KEYS, OVERFLOW, DK, DV, DLW, PART, sdb, sdh, sdn, seb, seh,
     sen, groups, section, H, num_queries, num_keys, positions, padded_keys, query_parts, parts, width,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    POSITIONS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr, WV: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     i_n, i_bh = work_of(gl.program_id(0), gl.cdiv(num_keys, BN), groups, section)
     i_b, i_h, i_g = i_bh // H, i_bh % H, i_bh.to(gl.int64)
@@ -464,54 +480,61 @@ def key_kernel(
     EARLY: gl.constexpr = D < 128  # whether the next scores are asked for before the sums are there
     p_dk = DK + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     p_dv = DV + i_b.to(gl.int64) * seb + i_h.to(gl.int64) * seh
-    p_keys, p_part = KEYS + i_g * 2 * padded_keys, PART + (i_g * parts + query_parts) * 2 * (D + 2)
+    p_keys, p_part = KEYS + i_g * 2 * padded_keys, PART + (i_g * parts + query_parts) * 2 * (W + 2)
     if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         first = first_of(VARIANCE + i_h * 2)
-        shared = (q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn)
+        shared, more = (q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn), (c_0, c_1)
         rest = (
-            SHIFT + i_h * 2 * D, VARIANCE + i_h * 2, p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, sdn, sen,
+            SHIFT + i_h * 2 * W, VARIANCE + i_h * 2, p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, sdn, sen,
             num_queries, num_keys, i_n, begin, masked, count, padded_keys, positions, first,
         )  # fmt: skip
         loads, where = (q_desc, g_desc, k_desc, v_desc, r_desc), (i_b, i_h, i_bh, i_n, begin, count, width, first)
         gl.warp_specialize(
             [
-                (key_block, (gl.constexpr(0), shared, (c_0, c_1), rest, BM, BN, D, STAGES, EARLY, CAUSAL, POSITIONS)),
-                (key_block, (gl.constexpr(1), shared, (c_0, c_1), rest, BM, BN, D, STAGES, EARLY, CAUSAL, POSITIONS)),
+                (key_block, (gl.constexpr(0), shared, more, rest, BM, BN, D, W, WV, STAGES, EARLY, CAUSAL, POSITIONS)),
+                (key_block, (gl.constexpr(1), shared, more, rest, BM, BN, D, W, WV, STAGES, EARLY, CAUSAL, POSITIONS)),
                 (load_queries, (loads, shared, where, BM, BN, D, STAGES)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
 
 
-def sizes(name: str, width: int) -> dict[str, Any]:
+def sizes(name: str, width: int, head: int = 0, value: int = 0) -> dict[str, Any]:
+    """`width` of a block; `head` and `value` where they are less."""
     other, stages = SIZES[name, width]
     queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
-    return {"BM": queries, "BN": keys, "STAGES": stages, "D": width}
+    return {"BM": queries, "BN": keys, "STAGES": stages, "D": width, "W": head or width, "WV": value or width}
+
+
+def sizes_of(name: str, p: Problem) -> dict[str, Any]:
+    head, value = p.width, p.value.shape[-1]
+    return sizes(name, max(map(block_width, (head, value))), head, value)
 
 
 def forward(p: Problem, saved: Saved) -> None:
     """Output and log-sum-exp of the heads that fit; heads that are found not to are flagged."""
     output, rows, _, factors, overflow = saved
-    size, query, key = sizes("forward_kernel", p.width), p.query, p.key
-    tile = size["BN"]
+    size, query, key = sizes_of("forward_kernel", p), p.query, p.key
+    tile, width = size["BN"], size["D"]
     run(
-        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(key, tile), tiles(p.value, tile),
-        lines(factors, tile, ROW16), p.shift, p.variances, output, rows, overflow, *strides(output), p.groups,
-        p.section, p.heads, query.shape[2], key.shape[2], rows.shape[-1], **size, EVEN=even(query, key),
-        CAUSAL=p.causal,
+        forward_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK, width), tiles(key, tile, width),
+        tiles(p.value, tile, width), lines(factors, tile, ROW16), p.shift, p.variances, output, rows, overflow,
+        *strides(output), p.groups, p.section, p.heads, query.shape[2], key.shape[2], rows.shape[-1], **size,
+        EVEN=even(query, key), CAUSAL=p.causal,
     )  # fmt: skip
 
 
 def query_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grad_query: Tensor, part: Tensor) -> None:
     """dq, `row_stats` as vectors along the queries, and the first entries of `part`, of the heads that fit."""
     output, rows, _, factors, overflow = saved
-    size, query, key = sizes("query_kernel", p.width), p.query, p.key
-    tile = size["BN"]
+    size, query, key = sizes_of("query_kernel", p), p.query, p.key
+    tile, width = size["BN"], size["D"]
     run(
-        query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK), tiles(grad, BLOCK), tiles(key, tile),
-        tiles(p.value, tile), lines(factors, tile, ROW16), p.shift, p.variances, output, rows, overflow, row_stats,
-        grad_query, part, *strides(output, grad_query), p.groups, p.section, p.heads, query.shape[2], key.shape[2],
-        rows.shape[-1], part.shape[2], row_stats.shape[-1], **size, EVEN=even(query, key), CAUSAL=p.causal,
+        query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK, width), tiles(grad, BLOCK, width),
+        tiles(key, tile, width), tiles(p.value, tile, width), lines(factors, tile, ROW16), p.shift, p.variances,
+        output, rows, overflow, row_stats, grad_query, part, *strides(output, grad_query), p.groups, p.section,
+        p.heads, query.shape[2], key.shape[2], rows.shape[-1], part.shape[2], row_stats.shape[-1], **size,
+        EVEN=even(query, key), CAUSAL=p.causal,
     )  # fmt: skip
 
 
@@ -519,12 +542,13 @@ def key_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grads: l
     """dk, dv, the gradient of a prior per position and the rest of `part`, of the heads that fit."""
     _, _, _, factors, overflow = saved
     _, grad_key, grad_value, grad_bias = grads
-    size, query, key = sizes("key_kernel", p.width), p.query, p.key
-    queries, (groups, length, _) = size["BM"], row_stats.shape
+    size, query, key = sizes_of("key_kernel", p), p.query, p.key
+    queries, width, (groups, length, _) = size["BM"], size["D"], row_stats.shape
     run(
-        key_kernel, key.shape[2], BLOCK, query, tiles(query, queries), tiles(grad, queries), tiles(key, BLOCK),
-        tiles(p.value, BLOCK), lines(row_stats.view(groups, -1, length), queries, ROW32), p.shift, p.variances,
-        factors, overflow, grad_key, grad_value, grad_bias, part, *strides(grad_key, grad_value), groups, p.section,
-        p.heads, query.shape[2], key.shape[2], p.positions, factors.shape[-1], length // HALF.value, part.shape[2],
+        key_kernel, key.shape[2], BLOCK, query, tiles(query, queries, width), tiles(grad, queries, width),
+        tiles(key, BLOCK, width), tiles(p.value, BLOCK, width),
+        lines(row_stats.view(groups, -1, length), queries, ROW32), p.shift, p.variances, factors, overflow, grad_key,
+        grad_value, grad_bias, part, *strides(grad_key, grad_value), groups, p.section, p.heads, query.shape[2],
+        key.shape[2], p.positions, factors.shape[-1], length // HALF.value, part.shape[2],
         row_stats.shape[-1], **size, CAUSAL=p.causal, POSITIONS=grad_bias.dim() > 1,
     )  # fmt: skip

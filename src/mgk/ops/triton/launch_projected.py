@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.dispatch import block_width
 from mgk.ops.triton import projected
 from mgk.ops.triton.bias import key_bias
 from mgk.ops.triton.host import as_bytes
@@ -44,7 +43,7 @@ def by_component(p: Problem, key: Tensor) -> Tensor:
 
 def part_width(p: Problem) -> int:
     """How many numbers per component a program sums for its block: of prior and variance, and of the shift."""
-    return 2 if p.shift is None else 2 + block_width(p.width)
+    return 2 if p.shift is None else 2 + p.width
 
 
 def forward(p: Problem) -> Saved:
@@ -78,7 +77,7 @@ def backward(
     p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Fill `grads` (of query, key, value and of a prior per position), and return them with (H,M,2): the gradients of
-    the prior and the variance of a head; with a shift (H,M,2+BD), its gradient last.
+    the prior and the variance of a head; with a shift (H,M,2+D), its gradient last.
     """
     output, rows, keys, factors, overflow = saved
     grad_query, grad_key, grad_value, grad_bias = grads

@@ -153,7 +153,7 @@ def projected_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, 
         return *zero_gradients(query, key, shift, value, log_prior, variances), *[None] * 9
     results = projected_backward(dense(grad), query, key, shift, value, log_prior, variances, *rest, *ctx.options)
     grad_query, grad_key, grad_value, total, by_position = results
-    grad_shift = None if shift is None else total[..., 2 : 2 + query.shape[-1]].to(shift.dtype)
+    grad_shift = None if shift is None else total[..., 2:].to(shift.dtype)
     grad_prior = prior_grad(total[..., 0], by_position, log_prior, ctx.options[1])
     grad_variance = None if variances is None else total[..., 1].to(variances.dtype)
     return grad_query, grad_key, grad_shift, grad_value, grad_prior, grad_variance, *[None] * 9

@@ -301,7 +301,7 @@ def query_step(
 def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     """dq, delta, and the block's share of dvariance and dshift."""
     M: tl.constexpr = C.M
-    PARTS: tl.constexpr = 2 + C.BD if C.SHARED else 2
+    PARTS: tl.constexpr = 2 + C.D if C.SHARED else 2
     _, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, ROW_STATS, DQ, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
     H, num_queries, num_keys, padded_queries, padded_keys, _, parts = sizes
@@ -346,14 +346,15 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
                 start, (b_dq, drow, moment), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, True, C
             )
     if C.VARIANCES:
-        half, p_part = half_norms(b_q, SHIFT, i_h, C), PART + (i_bh.to(tl.int64) * parts + i_m) * M * PARTS
+        o_d, half = tl.arange(0, C.BD), half_norms(b_q, SHIFT, i_h, C)
+        p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * PARTS
         for r in tl.static_range(M):
             pull, share = (drow[r] * inverse[r])[:, None] * b_q.to(tl.float32), drow[r] * half[r]
             b_dq -= pull
             if C.SHARED:
                 share -= moment[r]
                 b_dq += (drow[r] * inverse[r])[:, None] * load_shift(SHIFT, i_h * M + r, C.D, C.BD)[None, :]
-                tl.store(p_part + r * PARTS + 2 + tl.arange(0, C.BD), tl.sum(pull, 0))
+                tl.store(p_part + r * PARTS + 2 + o_d, tl.sum(pull, 0), mask=o_d < C.D)
             tl.store(p_part + r * PARTS, 0.0)
             tl.store(p_part + r * PARTS + 1, tl.sum(share, 0) * inverse[r] * inverse[r])
     else:
@@ -448,7 +449,7 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     """dk, dv, and the block's share of dlog_prior, dvariance and dshift."""
     M: tl.constexpr = C.M
     KEYS: tl.constexpr = 1 if C.SHARED else M
-    PARTS: tl.constexpr = 2 + C.BD if C.SHARED else 2
+    PARTS: tl.constexpr = 2 + C.D if C.SHARED else 2
     _, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen = strides
     H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts = sizes
@@ -501,7 +502,7 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     if C.DROPOUT:
         b_dv *= inverse_keep
 
-    p_dk = DK + origin * sdb + i_h * sdh
+    p_dk, o_d = DK + origin * sdb + i_h * sdh, tl.arange(0, C.BD)
     for r in tl.static_range(M):
         p_part = PART + ((i_bh.to(tl.int64) * parts + query_parts + i_n) * M + r) * PARTS
         tl.store(p_part, tl.sum(dw[r], 0))
@@ -513,7 +514,7 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
             pull = dw[r][:, None] * b_kr * inverse[r]
             grad -= pull
             tl.store(p_part + 1, tl.sum(tl.sum(pull * b_kr, 1), 0) * 0.5 * inverse[r])
-            tl.store(p_part + 2 + tl.arange(0, C.BD), -tl.sum(pull, 0))
+            tl.store(p_part + 2 + o_d, -tl.sum(pull, 0), mask=o_d < C.D)
         else:
             if C.VARIANCES:
                 moment = tl.sum(b_k * (0.5 * dw[r][:, None] * b_k - b_dk[r]), 1)
