@@ -83,7 +83,7 @@ def passes(family: str, hard: bool, case: Case) -> dict[str, Callable[[], Any]]:
         tensors: tuple[Any, ...] = (query, make(batch, heads, length, width), shift, value, prior, *[None] * 4)
         run, run_backward = operators.shifted_forward, operators.shifted_backward
     else:
-        tensors = (query, make(batch, heads, 2, length, width), value, prior, *[None] * 5)
+        tensors = (query, make(batch, heads, 2, length, width), None, value, prior, *[None] * 5)
         run, run_backward = operators.projected_forward, operators.projected_backward
     options = width**0.5, hard, case.is_causal, 0.0, 0
     results = run(*tensors, *options)

@@ -10,10 +10,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mgk.ops.triton import hopper, hopper_backward, hopper_common, hopper_projected, hopper_short, loads
+from mgk.ops.triton import (
+    hopper,
+    hopper_backward,
+    hopper_common,
+    hopper_projected,
+    hopper_short,
+    hopper_variances,
+    loads,
+)
 from mgk.ops.triton.hopper_common import ROW16, ROW32
 
-MODULES = hopper, hopper_backward, hopper_projected
+SHIFTED = hopper, hopper_backward
+MODULES = *SHIFTED, hopper_projected, hopper_variances
 MEMORY = 233472  # what a multiprocessor has; each program takes 1,024 bytes more than it asks for
 
 
@@ -29,7 +38,7 @@ def compiled(
     """`width` of a block, and `head`, of what fills it where it is less."""
     kernel, tile, thin = getattr(module, name), hopper_common.layout(width, 4), hopper_common.THIN.value
     constants: dict[str, Any] = {"CAUSAL": causal, "POSITIONS" if name == "key_kernel" else "EVEN": causal}
-    if module is hopper_projected:
+    if module not in SHIFTED:
         constants |= {"BEST": hard, **module.sizes(name, width)}
     else:
         constants = hopper.settings(name, head or width, width, components, hard, kind == "bf16", **constants)
@@ -43,16 +52,20 @@ def compiled(
         "extra_desc": descriptor(1, other, ROW16, "fp16"), "top_desc": descriptor(1, other, ROW16),
         "r_desc": descriptor(1, other, ROW32, "fp32"), "n_desc": descriptor(1, other, ROW16),
         **dict.fromkeys(("OUT", "DQ", "DK", "DV", "NARROW_ROWS", "ROW_COLUMNS", "SHIFT"), "*bf16"),
-        **dict.fromkeys(("ROWS", "OVERFLOW", "ROW_STATS", "PART", "KEYS", "DLW"), "*fp32"),
+        **dict.fromkeys(("ROWS", "OVERFLOW", "ROW_STATS", "PART", "KEYS", "DLW", "VARIANCE"), "*fp32"),
         **dict.fromkeys(("scale", "inverse_variance"), "fp32"),
     }  # fmt: skip
+    if module is hopper_variances:
+        kinds["KEYS"] = "*bf16"
+        del constants["BEST"]
     if projected:
-        kinds["KEYS"] = "*fp32" if hard else "*bf16"
-        kinds["w_desc"] = descriptor(1, other, ROW32, "fp32") if hard else kinds["w_desc"]
+        factored = not hard and kind == "bf16"
+        kinds["KEYS"] = "*bf16" if factored else "*fp32"
+        kinds["w_desc"] = kinds["w_desc"] if factored else descriptor(1, other, ROW32, "fp32")
     if kind == "fp16":
         kinds = {each: text.replace("bf16", "fp16") for each, text in kinds.items()}
         kinds |= dict.fromkeys(("extra_desc", "top_desc"), descriptor(1, other, ROW32, "fp32"))
-    if not projected:
+    if module in SHIFTED:
         constants = {"C": loads.constants(**constants)}
     signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
@@ -80,14 +93,14 @@ def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool =
 
 if __name__ == "__main__":
     for module in [each for each in MODULES if each.__name__.split(".")[-1] in sys.argv]:
-        shifted = module is not hopper_projected
+        shifted = module in SHIFTED
         for name, width in hopper.SIZES if shifted else module.SIZES:
             if not hasattr(module, name):
                 continue
             hard = (width != 128) == (name == "query_kernel")
             others = (4, 3 * width // 4) if shifted and not hard and width > 32 else ()
             results = [compiled(module, name, width, hard, hard == shifted, *others)]
-            if shifted and width == 64:
+            if width == 64 and module is not hopper_variances:
                 results.append(compiled(module, name, width, False, hard, kind="fp16"))
             memory = max(result.metadata.shared for result in results)
             if memory + 1024 > MEMORY:

@@ -21,7 +21,10 @@ from torch import Tensor
 
 from mgk.ops import triton as package
 
-NAMES = "hopper_common", "hopper", "hopper_backward", "hopper_projected", "hopper_short"
+NAMES = (
+    "hopper_common", "hopper", "hopper_backward", "hopper_projected_keys", "hopper_projected", "hopper_variances",
+    "hopper_short",
+)  # fmt: skip
 PATIENCE = 60.0  # seconds until a wait is a deadlock
 
 
@@ -84,6 +87,10 @@ class Shared:
     @property
     def shape(self) -> torch.Size:
         return self.memory.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
 
     def index(self, place: Any) -> Shared:
         return Shared(self.memory[int(place)])

@@ -117,6 +117,17 @@ def test_large_numbers(variant: str, e_step: str, scale: float) -> None:
     assert_close(case.inputs(torch.float32, scale=scale), case.options())
 
 
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize("M", [2, 3])
+def test_shifted_keys_with_variances(M: int, e_step: str) -> None:
+    """One score product for all components, whose exponents it is divided by their variances in."""
+    case = replace(CASE, variance="tensor", M=M, e_step=e_step, is_causal=M == 2)
+    for scale in (1.0, 30.0):
+        assert_close(case.inputs(torch.float32, scale=scale), case.options())
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_low_precision(replace(case, masked=False), dtype)
+
+
 def heads_of_both_roads() -> Inputs:
     inputs = replace(CASE, B=2, masked=False, prior="head").inputs(torch.float32)
     with torch.no_grad():
@@ -468,16 +479,19 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(
         operators.shifted_forward.op, (query, key[:, :, 0].detach(), shift, value, prior, *rest), test_utils=tests
     )
-    torch.library.opcheck(operators.projected_forward.op, (query, key, value, prior, None, *rest), test_utils=tests)
+    for keys, shifts, variances in ((key, None, None), (key[:, :, 0].detach(), shift, torch.ones(2, 2, device=DEVICE))):
+        inputs = query, keys, shifts, value, prior, variances, *rest
+        torch.library.opcheck(operators.projected_forward.op, inputs, test_utils=tests)
 
 
 def test_flop_formulas() -> None:
     query, key, value = (torch.randn(1, 2, 24, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-    shift = torch.randn(2, 3, 16, device=DEVICE)
+    shift, variance = torch.randn(2, 3, 16, device=DEVICE), torch.ones(2, 3, device=DEVICE)
     keys = torch.randn(1, 2, 3, 24, 16, device=DEVICE, requires_grad=True)
     pairs = 2 * 24 * 24
     for call, forward, backward in (
         (lambda: mgk.smgk_attention(query, key, shift, value, impl="triton"), 2 * 16, 5 * 16),
+        (lambda: mgk.smgk_attention(query, key, shift, value, variance=variance, impl="triton"), 2 * 16, 5 * 16),
         (lambda: mgk.mgk_attention(query, keys, value, impl="triton"), 4 * 16, 11 * 16),
     ):
         with FlopCounterMode(display=False) as counter:

@@ -293,7 +293,7 @@ def test_operators_pass_opcheck(variant: str) -> None:
     leaves = {name: x.to(DEVICE).requires_grad_() for name, x in numbers(replace(CASE, variant=variant)).items()}
     names = ("query", "key", "shift", "value", "log_prior")
     own = () if variant == "smgk" else (torch.ones(1, 2, device=DEVICE, requires_grad=True),)
-    tensors = *(leaves[name] for name in names if name in leaves), *own, None, None, None, ends_of(LENGTHS).to(DEVICE)
+    tensors = *(leaves.get(name) for name in names), *own, None, None, None, ends_of(LENGTHS).to(DEVICE)
     rest = 4.0, False, True, 0.0, LONGEST
     forward: Any = operators.shifted_forward if variant == "smgk" else operators.projected_forward
     backward: Any = operators.shifted_backward if variant == "smgk" else operators.projected_backward

@@ -6,7 +6,7 @@ needs neither a GPU nor Triton, so that the plan for any machine can be tested a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,6 +74,7 @@ class Call:
     packed: bool = False
     dropout: bool = False
     variances: bool = False  # one variance per component
+    shared: bool = False  # such variances with shifted keys, of the family "projected"
     aligned: bool = True
     needs_grad: bool = True
 
@@ -110,6 +111,17 @@ class Call:
     def wide(self, least: int) -> bool:
         """Whether the Hopper kernels for long sequences take the call, with heads at least so wide."""
         return self.long_on_hopper and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
+
+    def projects_on_hopper(self, least: int) -> bool:
+        """Whether the Hopper kernels for projected keys take the call, with blocks at least so wide."""
+        block = self.block_width
+        full = replace(self, dtype="bfloat16", width=block, value_width=block)  # zeros fill the blocks
+        return self.dtype != "float32" and full.wide(least)
+
+    def shares_on_hopper(self) -> bool:
+        """Whether the Hopper kernels for shifted keys with a variance per component take the call."""
+        fits = self.shared and not self.hard and self.dtype == "bfloat16"
+        return fits and replace(self, variances=False).projects_on_hopper(64)
 
 
 @dataclass(frozen=True)
@@ -228,7 +240,7 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
 
 def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
     path = HARD if call.hard else FALLBACK
-    fixed = not call.variances and call.dtype != "float16"
+    fixed = call.dtype != "float16"
     forward: tuple[Launch, ...] = (Launch("generic", ALL, path),)
     if fixed:
         fast = HARD if call.hard else FAST
@@ -236,11 +248,11 @@ def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
     backward: tuple[Launch, ...] = (
         Launch("generic", ALL, path, narrow=call.hard and call.narrow and not call.variances),
     )
-    if call.narrow and not call.variances and not call.hard:
+    if call.narrow and not call.hard and (not call.variances or call.shares_on_hopper()):
         backward = (Launch("generic", FITTING, FAST, narrow=True), Launch("generic", OVERFLOWING, path))
-    if call.wide(32):
+    if call.projects_on_hopper(32) or call.shares_on_hopper():
         forward = on_hopper(forward)
-    if call.wide(32 if call.hard else 64):
+    if call.projects_on_hopper(32 if call.hard else 64) or call.shares_on_hopper():
         backward = on_hopper(backward)
     return {"forward": forward, "query": backward, "key": backward}
 

@@ -4,7 +4,7 @@
     operators                           the operators of PyTorch, with their gradients
     launch_shifted, launch_projected    allocate memory and launch what the plan says
     shifted, projected, short           generic kernels, in Triton
-    hopper, hopper_backward, hopper_projected, hopper_short   kernels for Hopper GPUs, in Gluon
+    hopper, hopper_backward, hopper_projected, hopper_variances, hopper_short   kernels for Hopper GPUs, in Gluon
     bias, decode, prior, linear, scan, cross_entropy   other kernels
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
@@ -45,7 +45,7 @@ def mgk_attention(
         return decode_forward(query, key, None, value, log_prior, own, key_mask, number, e_step == "hard", is_causal)
     masks = map(contiguous, (key_mask, query_mask, draw_seed(dropout_p, query), cu_seqlens))
     result = projected_forward(
-        dense(query), dense(key), dense(value), contiguous(log_prior), contiguous(variances), *masks, number,
+        dense(query), dense(key), None, dense(value), contiguous(log_prior), contiguous(variances), *masks, number,
         e_step == "hard", is_causal, dropout_p, max_seqlen,
     )  # fmt: skip
     return result[0]
@@ -63,16 +63,12 @@ def smgk_attention(
     if decodes(query.shape[2], needs_grad(*tensors), dropout_p > 0, query_mask is not None, cu_seqlens is not None):
         own = variance if isinstance(variance, Tensor) else None
         return decode_forward(query, key, shift, value, log_prior, own, key_mask, number, hard, is_causal)
-    if isinstance(variance, Tensor):  # q.k / s2_r differs between the components: nothing factors
-        keys = (key.float()[:, :, None] + shift.float()[None, :, :, None]).to(key.dtype)
-        rest = is_causal, key_mask, dropout_p, query_mask, cu_seqlens, max_seqlen
-        return mgk_attention(query, keys, value, log_prior, variance, e_step, *rest)
     masks = map(contiguous, (key_mask, query_mask, draw_seed(dropout_p, query), cu_seqlens))
-    result = shifted_forward(
-        dense(query), dense(key), shift.contiguous(), dense(value), contiguous(log_prior), *masks, number, hard,
-        is_causal, dropout_p, max_seqlen,
-    )  # fmt: skip
-    return result[0]
+    inputs = dense(query), dense(key), shift.contiguous(), dense(value), contiguous(log_prior)
+    rest = *masks, number, hard, is_causal, dropout_p, max_seqlen
+    if isinstance(variance, Tensor):  # q.k / s2_r differs between the components: the exponentials do not factor
+        return projected_forward(*inputs, variance.float().contiguous(), *rest)[0]
+    return shifted_forward(*inputs, *rest)[0]
 
 
 def needs_grad(*inputs: object) -> bool:

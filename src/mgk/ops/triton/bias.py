@@ -64,7 +64,7 @@ def visible_keys(MASK, i_b, o_n, num_keys, MASKED: tl.constexpr):
 
 @triton.jit
 def bias_kernel(
-    K, PRIOR, VARIANCE, MASK, SPAN, KEYS, FACTORS, OVERFLOW, inverse_variance, sk, H, num_keys, padded_keys,
+    K, SHIFT, PRIOR, VARIANCE, MASK, SPAN, KEYS, FACTORS, OVERFLOW, inverse_variance, sk, H, num_keys, padded_keys,
     S: tl.constexpr,
 ):  # fmt: skip
     """Store log_w, -inf for masked keys, in KEYS (G,M,Nk') and w in bfloat16 in FACTORS (G,M,Nk').
@@ -78,8 +78,8 @@ def bias_kernel(
     positions = num_keys
     origin, _, num_keys = sequence(SPAN, i_b, num_keys, num_keys, SPAN is not None)
     log_w = key_weights(
-        head_pointer(K, sk, origin, i_h), None, PRIOR, VARIANCE, inverse_variance, i_h, i_n * S.BN, num_keys, positions,
-        sk[2], sk[3], S.D, S.BD, S.M, S.PRIOR_AXES, S.BN,
+        head_pointer(K, sk, origin, i_h), SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, i_n * S.BN, num_keys,
+        positions, sk[2], sk[3], S.D, S.BD, S.M, S.PRIOR_AXES, S.BN,
     )  # fmt: skip
     visible = visible_keys(MASK, i_b, o_n, num_keys, MASK is not None)
     for r in tl.static_range(S.M):
@@ -177,22 +177,23 @@ def prior_axes(log_prior: Tensor | None) -> int:
 
 
 def key_bias(
-    keys: Tensor, factors: Tensor, overflow: Tensor, key: Tensor, log_prior: Tensor | None, variance: Tensor | None,
-    inverse_variance: float, key_mask: Tensor | None, packed: Tensor | None,
+    keys: Tensor, factors: Tensor, overflow: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None,
+    variance: Tensor | None, inverse_variance: float, key_mask: Tensor | None, packed: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill `keys` (G,M,Nk') and, unless they are empty, `factors` (G,M,Nk') and `overflow` (G,2); see `bias_kernel`.
 
+    `key` is (B,H,M,Nk,D), or (B,H,1,Nk,D) with a `shift` (H,M,D).
     `packed` holds the spans of packed rows, for which the row stride takes the place of the batch stride, or is None.
     """
-    _, heads, components, num_keys, width = key.shape
+    _, heads, _, num_keys, width = key.shape
     block, first = max(16, min(128, 8192 // block_width(width))), 0 if packed is None else -2
     launch(
-        bias_kernel, (triton.cdiv(keys.shape[-1], block) * keys.shape[0],), key, log_prior, variance,
-        as_bytes(key_mask), packed, keys, factors, overflow, inverse_variance,
+        bias_kernel, (triton.cdiv(keys.shape[-1], block) * keys.shape[0],), key, shift, log_prior,
+        variance, as_bytes(key_mask), packed, keys, factors, overflow, inverse_variance,
         (key.stride(first), key.stride(1), key.stride(3), key.stride(2)), heads, prior_positions(log_prior, num_keys),
         keys.shape[-1], num_warps=4,
         S=constants(
-            D=width, BD=block_width(width), M=components, PRIOR_AXES=prior_axes(log_prior),
+            D=width, BD=block_width(width), M=keys.shape[1], PRIOR_AXES=prior_axes(log_prior),
             NARROW=factors.numel() > 0, BN=block,
         ),
     )  # fmt: skip

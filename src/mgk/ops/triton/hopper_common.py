@@ -223,16 +223,16 @@ def strides(*tensors: Tensor) -> list[int]:
 @gluon.jit
 def without(whole, part):
     """`whole` where `part`, which has either all of it or 0, has 0."""
-    return gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [whole, part], gl.bfloat16, True, 2)
+    return gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [whole, part], whole.dtype, True, 2)
 
 
 @gluon.jit
 def second_of(x_0, x_1, whole):
-    """`whole`, of bfloat16, where x_1 is larger than x_0, else 0: by the signs of the differences, two at a time."""
+    """`whole`, of 16 bits, where x_1 is larger than x_0, else 0: by the signs of the differences, two at a time."""
     return gl.inline_asm_elementwise(
         "{.reg .f32 a, b; .reg .b32 sign; sub.f32 a, $1, $3; sub.f32 b, $2, $4; "
         "prmt.b32 sign, a, b, 0xffbb; and.b32 $0, $5, sign;}",
-        "=r,f,f,f,f,r", [x_0, x_1, whole], gl.bfloat16, True, 2,
+        "=r,f,f,f,f,r", [x_0, x_1, whole], whole.dtype, True, 2,
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Launch the kernels for projected keys: biases, forward and backward, generic or Hopper, as the plan says.
+"""Launch the kernels for projected keys, and for shifted ones with a variance per component: biases, forward and
+backward, generic or Hopper, as the plan says.
 
 What the forward pass leaves for the backward pass:
 
@@ -22,42 +23,51 @@ from mgk.ops.triton.problem import Problem, compile_options, generic, lanes, pad
 from mgk.ops.triton.self_check import LOADED
 
 if LOADED:
-    from mgk.ops.triton import hopper_common, hopper_projected
+    from mgk.ops.triton import hopper_common, hopper_projected, hopper_variances
 
 
 def results(p: Problem) -> Saved:
     """Memory for what `forward` returns."""
     _, num_queries, num_keys = p.lengths
     biases = (p.groups, p.components, padded(num_keys))
-    narrow = p.narrow and p.variances is None and not p.hard
     return (
         p.new_output(), p.empty(p.groups, padded(num_queries)), p.empty(*biases),
-        p.empty(*(biases if narrow else (0,)), dtype=torch.bfloat16),
+        p.empty(*(biases if p.narrow and not p.hard else (0,)), dtype=torch.bfloat16),
         torch.zeros(p.groups, 2, device=p.query.device),
     )  # fmt: skip
+
+
+def by_component(p: Problem, key: Tensor) -> Tensor:
+    """(B,H,M,Nk,D), or (B,H,1,Nk,D) of keys that the components share."""
+    return key if p.shift is None else key[:, :, None]
+
+
+def part_width(p: Problem) -> int:
+    """How many numbers per component a program sums for its block: of prior and variance, and of the shift."""
+    return 2 if p.shift is None else 2 + p.width
 
 
 def forward(p: Problem) -> Saved:
     output, rows, keys, factors, overflow = saved = results(p)
     if not output.numel():
         return saved
-    batch, num_queries, num_keys = p.lengths
+    (batch, num_queries, num_keys), key = p.lengths, by_component(p, p.key)
     key_bias(
-        keys, factors, overflow, p.key, None if p.hard else p.log_prior, p.variances, 1 / p.variance, p.key_mask,
-        p.spans if p.packed else None,
+        keys, factors, overflow, key, p.shift, None if p.hard else p.log_prior, p.variances, 1 / p.variance,
+        p.key_mask, p.spans if p.packed else None,
     )  # fmt: skip
     tensors = (
-        overflow, p.spans, p.query, p.key, p.value, keys, factors, p.variances, output, rows, as_bytes(p.query_mask),
-        p.seed,
+        overflow, p.spans, p.query, key, p.shift, p.value, keys, factors, p.variances, output, rows,
+        as_bytes(p.query_mask), p.seed,
     )  # fmt: skip
     for each in p.plan().forward:
         if each.kernels == "hopper":
-            hopper_projected.forward(p, saved)
+            (hopper_variances if p.shared else hopper_projected).forward(p, saved)
             continue
         settings = p.settings(each, MASK_QUERIES=p.query_mask is not None)
         launch(
             projected.forward_kernel, p.grid(rows.shape[-1] // generic(each.tile).queries * p.groups, each), tensors,
-            (1 / p.variance, *p.numbers[1:]), strides(p.query, p.key, p.value, output, packed=p.packed), batch,
+            (1 / p.variance, *p.numbers[1:]), strides(p.query, key, p.value, output, packed=p.packed), batch,
             p.section, p.heads, num_queries, num_keys, rows.shape[-1], keys.shape[-1], settings,
             **compile_options(each),
         )  # fmt: skip
@@ -68,19 +78,22 @@ def backward(
     p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Fill `grads` (of query, key, value and of a prior per position), and return them with (H,M,2): the gradients of
-    the prior and the variance of a head.
+    the prior and the variance of a head; with a shift (H,M,2+D), its gradient last.
     """
     output, rows, keys, factors, overflow = saved
     grad_query, grad_key, grad_value, grad_bias = grads
-    batch, num_queries, _ = p.lengths
+    (batch, num_queries, _), key, grad_keys = p.lengths, by_component(p, p.key), by_component(p, grad_key)
     plan = p.plan(grad)
     on_hopper = any(each.kernels == "hopper" for each in plan.key)
     on_queries, on_keys = generic(plan.query_tile), generic(plan.key_tile)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
     query_parts = 0 if p.variances is None else query_blocks  # only variances have a gradient from the query pass
-    parts = query_parts + (keys.shape[-1] // hopper_common.HALF.value if on_hopper else key_blocks)
-    row_stats = p.empty(*rows.shape, max(2, lanes(on_keys)))
-    part = p.empty(batch, p.heads, parts, p.components, 2)
+    parts = query_parts + key_blocks
+    if on_hopper:
+        parts = (keys.shape[-1] + (rows.shape[-1] if p.shared else 0)) // hopper_common.HALF.value
+    biases = 0 if p.variances is None else p.components
+    row_stats = p.empty(*rows.shape, max(1 << (1 + biases).bit_length(), lanes(on_keys)))
+    part = p.empty(batch, p.heads, parts, p.components, part_width(p))
     if p.packed or on_hopper:  # no program writes the parts after a sequence; fallback launches have other block sizes
         part.zero_()
     numbers = (1 / p.variance, *p.numbers[1:])
@@ -88,29 +101,32 @@ def backward(
         batch, p.section, p.heads, num_queries, p.positions, rows.shape[-1], keys.shape[-1], query_parts, parts
     )  # fmt: skip
     for each in plan.query if p.groups * query_blocks else ():
+        if each.kernels == "hopper" and p.shared:
+            hopper_variances.query_side(p, saved, grad, row_stats, grad_query, part)
+            continue
         if each.kernels == "hopper":
             hopper_projected.query_side(p, saved, grad, row_stats, grad_query)
             continue
         tensors = (
-            overflow, p.spans, p.query, p.key, p.value, keys, factors, p.variances, output, rows, p.seed, grad,
+            overflow, p.spans, p.query, key, p.shift, p.value, keys, factors, p.variances, output, rows, p.seed, grad,
             row_stats, grad_query, part,
         )  # fmt: skip
         launch(
             projected.query_kernel, p.grid(p.groups * query_blocks, each), tensors, numbers,
-            strides(p.query, p.key, p.value, output, grad, grad_query, packed=p.packed), *sizes,
+            strides(p.query, key, p.value, output, grad, grad_query, packed=p.packed), *sizes,
             p.settings(each, WIDTH=row_stats.shape[-1]), **compile_options(each),
         )  # fmt: skip
     for each in plan.key if p.groups * key_blocks else ():
         if each.kernels == "hopper":
-            hopper_projected.key_side(p, saved, grad, row_stats, grads, part)
+            (hopper_variances if p.shared else hopper_projected).key_side(p, saved, grad, row_stats, grads, part)
             continue
         tensors = (
-            overflow, p.spans, p.query, p.key, p.value, keys, factors, p.variances, p.seed, grad, row_stats, grad_key,
-            grad_value, grad_bias, part,
+            overflow, p.spans, p.query, key, p.shift, p.value, keys, factors, p.variances, p.seed, grad, row_stats,
+            grad_keys, grad_value, grad_bias, part,
         )  # fmt: skip
         launch(
             projected.key_kernel, p.grid(p.groups * key_blocks, each), tensors, numbers,
-            strides(p.query, p.key, p.value, grad, grad_key, grad_value, packed=p.packed), *sizes,
+            strides(p.query, key, p.value, grad, grad_keys, grad_value, packed=p.packed), *sizes,
             p.settings(each, WIDTH=row_stats.shape[-1], POSITIONS=grad_bias.dim() > 1), **compile_options(each),
         )  # fmt: skip
     return grad_query, grad_key, grad_value, part.sum((0, 2)), grad_bias

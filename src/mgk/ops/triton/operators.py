@@ -49,26 +49,26 @@ def shifted_backward(
 
 @operator("triton_mixture")
 def projected_forward(
-    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variances: Tensor | None,
-    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None,
-    variance: float, hard: bool, causal: bool, dropout_p: float, max_seqlen: int,
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
+    variances: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
+    cu_seqlens: Tensor | None, variance: float, hard: bool, causal: bool, dropout_p: float, max_seqlen: int,
 ) -> Five:  # fmt: skip
-    """Output, and what backward needs; see `launch_projected`."""
+    """Output, and what backward needs; see `launch_projected`. A shift comes with variances."""
     masks = key_mask, query_mask, seed, cu_seqlens
     return launch_projected.forward(
-        Problem(query, key, None, value, log_prior, variances, *masks, variance, hard, causal, dropout_p, max_seqlen)
+        Problem(query, key, shift, value, log_prior, variances, *masks, variance, hard, causal, dropout_p, max_seqlen)
     )
 
 
 @operator("triton_mixture_backward")
 def projected_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variances: Tensor | None,
-    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, output: Tensor,
-    rows: Tensor, keys: Tensor, factors: Tensor, overflow: Tensor, variance: float, hard: bool, causal: bool,
-    dropout_p: float, max_seqlen: int,
+    grad: Tensor, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
+    variances: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
+    cu_seqlens: Tensor | None, output: Tensor, rows: Tensor, keys: Tensor, factors: Tensor, overflow: Tensor,
+    variance: float, hard: bool, causal: bool, dropout_p: float, max_seqlen: int,
 ) -> Five:  # fmt: skip
     masks = key_mask, query_mask, seed, cu_seqlens
-    p = Problem(query, key, None, value, log_prior, variances, *masks, variance, hard, causal, dropout_p, max_seqlen)
+    p = Problem(query, key, shift, value, log_prior, variances, *masks, variance, hard, causal, dropout_p, max_seqlen)
     return launch_projected.backward(p, (output, rows, keys, factors, overflow), grad, p.new_gradients())
 
 
@@ -95,8 +95,8 @@ def _(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tenso
 
 
 @projected_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    return launch_projected.results(Problem(query, key, None, value, *rest))
+def _(*inputs: Any) -> Any:
+    return launch_projected.results(Problem(*inputs))
 
 
 @shifted_backward.register_fake
@@ -106,8 +106,9 @@ def _(grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, lo
 
 
 @projected_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_prior: Any, variances: Any, *rest: Any) -> Any:
-    return with_part(Problem(query, key, None, value, log_prior, variances, *rest[:4], *rest[-5:]), 2)
+def _(grad: Tensor, *inputs: Any) -> Any:
+    p = Problem(*inputs[:10], *inputs[-5:])
+    return with_part(p, launch_projected.part_width(p))
 
 
 def with_part(p: Problem, width: int) -> tuple[Tensor, ...]:
@@ -147,13 +148,15 @@ def shifted_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ..
 
 
 def projected_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    query, key, value, log_prior, variances, *rest = ctx.saved_tensors
+    query, key, shift, value, log_prior, variances, *rest = ctx.saved_tensors
     if not grad.numel():
-        return *zero_gradients(query, key, value, log_prior, variances), *[None] * 9
-    results = projected_backward(dense(grad), query, key, value, log_prior, variances, *rest, *ctx.options)
-    *grads, total, by_position = results
+        return *zero_gradients(query, key, shift, value, log_prior, variances), *[None] * 9
+    results = projected_backward(dense(grad), query, key, shift, value, log_prior, variances, *rest, *ctx.options)
+    grad_query, grad_key, grad_value, total, by_position = results
+    grad_shift = None if shift is None else total[..., 2:].to(shift.dtype)
+    grad_prior = prior_grad(total[..., 0], by_position, log_prior, ctx.options[1])
     grad_variance = None if variances is None else total[..., 1].to(variances.dtype)
-    return *grads, prior_grad(total[..., 0], by_position, log_prior, ctx.options[1]), grad_variance, *[None] * 9
+    return grad_query, grad_key, grad_shift, grad_value, grad_prior, grad_variance, *[None] * 9
 
 
 shifted_forward.register_autograd(shifted_autograd, setup_context=keep_for_backward)
@@ -175,8 +178,8 @@ def _(query: Shape, key: Shape, shift: Any, value: Shape, *_: Any, **__: Any) ->
 
 
 @register_flop_formula(torch.ops.mgk.triton_mixture)
-def _(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return 2 * pairs(query, key) * (key[2] * query[-1] + value[-1])
+def _(query: Shape, key: Shape, shift: Any, value: Shape, *_: Any, **__: Any) -> int:
+    return 2 * pairs(query, key) * (math.prod(key[2:-2]) * query[-1] + value[-1])
 
 
 @register_flop_formula(torch.ops.mgk.triton_shifted_backward)
@@ -185,5 +188,5 @@ def _(grad: Any, query: Shape, key: Shape, shift: Any, value: Shape, *_: Any, **
 
 
 @register_flop_formula(torch.ops.mgk.triton_mixture_backward)
-def _(grad: Any, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return 2 * pairs(query, key) * (3 * key[2] * query[-1] + 2 * value[-1])
+def _(grad: Any, query: Shape, key: Shape, shift: Any, value: Shape, *_: Any, **__: Any) -> int:
+    return 2 * pairs(query, key) * (3 * math.prod(key[2:-2]) * query[-1] + 2 * value[-1])

@@ -62,6 +62,11 @@ class Problem:
         return self.cu_seqlens is not None
 
     @property
+    def shared(self) -> bool:
+        """Whether components with variances of their own share shifted keys."""
+        return self.shift is not None and self.variances is not None
+
+    @property
     def components(self) -> int:
         return self.key.shape[2] if self.shift is None else self.shift.shape[1]
 
@@ -107,11 +112,11 @@ class Problem:
         short = max(self.query.shape[2], self.key.shape[-2]) <= dispatch.SHORT
         gluon = on_hopper and self_check.trusted(family, short, device)
         call = Call(
-            family=family, dtype=dtype_name(self.query.dtype), capability=capability(device), gluon=gluon,
-            queries=self.query.shape[2],
-            keys=self.key.shape[-2], width=self.width, value_width=self.value.shape[-1], components=self.components,
-            hard=self.hard, masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
-            dropout=self.dropout_p > 0, variances=self.variances is not None,
+            family="projected" if self.shared else family, dtype=dtype_name(self.query.dtype),
+            capability=capability(device), gluon=gluon, queries=self.query.shape[2], keys=self.key.shape[-2],
+            width=self.width, value_width=self.value.shape[-1], components=self.components, hard=self.hard,
+            masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
+            dropout=self.dropout_p > 0, variances=self.variances is not None, shared=self.shared,
             aligned=gluon and all(map(is_aligned, (self.query, self.key, self.value, *others))),
         )  # fmt: skip
         return dispatch.plan(call, "triton")
@@ -132,6 +137,7 @@ class Problem:
             BM=tile.queries, BN=tile.keys, PATH=launch.path, HEADS=launch.heads, FIXED=launch.fixed,
             NARROW=launch.narrow, CAUSAL=self.causal, SPANS=self.spans is not None, PACKED=self.packed,
             KEY_MASK=self.key_mask is not None, DROPOUT=self.dropout_p > 0, VARIANCES=self.variances is not None,
+            SHARED=self.shared,
             EVEN=not self.packed and min(sizes) > 0 and not any(size % PAD.value for size in sizes),
             PRECISION=dot_precision(), HARD=self.hard, **rest,
         )  # fmt: skip

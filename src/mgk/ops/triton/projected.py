@@ -5,8 +5,12 @@ M score products, and one product with the values.
 The key bias log prior - |k_jr|^2/(2 s2_r) comes from bias.py. With one variance the row bias is the same for all
 components and cancels; with a variance per component (VARIANCES) it is -|q_i|^2/(2 s2_r), computed here.
 
-FIXED row maximum: no component's log-weight exceeds its prior, so |q_i|^2/2s2 bounds a row before any key is seen; see
-shifted.py. A head with a row that this does not fit is left to a second launch.
+SHARED: shifted keys k_j + b_r with a variance per component. q_i.k_j is one score product for all components, the row
+bias is -(|q_i|^2/2 - q_i.b_r)/s2_r, and dq and dk are one product each. The gradient of a variance needs the sums of
+dl times q_i.k_j over each row.
+
+FIXED row maximum: no component's log-weight exceeds its prior, so |q_i|^2/2s2 (0 with the row biases) bounds a row
+before any key is seen; see shifted.py. A head with a row that this does not fit is left to a second launch.
 
 NARROW (bfloat16): the key bias is a factor w_r[j], multiplied in bfloat16, two at a time, and the sums over a row or
 column of a tile are a matrix product with a few more columns. Heads whose w would overflow go to the second launch.
@@ -17,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mgk.ops.triton.loads import load_shift
 from mgk.ops.triton.primitives import (
     COUNTS,
     LOG2E,
@@ -56,21 +61,35 @@ def inverse_variances(p_variance, i_h, inverse_variance, M: tl.constexpr, VARIAN
 
 
 @triton.jit
-def row_biases(b_q, inverse, M: tl.constexpr, VARIANCES: tl.constexpr):
-    """-|q|^2 / 2 s2_r in base 2, or nothing where it cancels.  # M x [BM]"""
-    result = ()
-    norm = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+def half_norms(b_q, SHIFT, i_h, C: tl.constexpr):
+    """|q|^2/2, less q.b_r of shifted keys.  # M x [BM]"""
+    M: tl.constexpr = C.M
+    result, b_q = (), b_q.to(tl.float32)
+    norm = tl.sum(b_q * b_q, 1) * 0.5
     for r in tl.static_range(M):
-        if VARIANCES:
-            result = result + (norm * (-0.5 * LOG2E) * inverse[r],)
-        else:
-            result = result + (tl.zeros_like(norm),)
+        half = norm
+        if C.SHARED:
+            half = norm - tl.sum(b_q * load_shift(SHIFT, i_h * M + r, C.D, C.BD)[None, :], 1)
+        result = result + (half,)
+    return result
+
+
+@triton.jit
+def row_biases(b_q, SHIFT, i_h, inverse, C: tl.constexpr):
+    """In base 2; they are not used where they cancel.  # M x [BM]"""
+    M: tl.constexpr = C.M
+    half, result = half_norms(b_q, SHIFT, i_h, C), ()
+    for r in tl.static_range(M):
+        result = result + (half[r] * (-LOG2E * inverse[r]),)
     return result
 
 
 @triton.jit
 def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr, C: tl.constexpr):
-    """l in base 2 (FACTORED: less its key bias), -inf where hidden, and the keys.  # M x [BM, BN], M x [BN, BD]"""
+    """l in base 2 (FACTORED: less its key bias), -inf where hidden; the keys; the last product.
+
+    M x [BM, BN], M x [BN, BD] (SHARED: one), [BM, BN]
+    """
     M: tl.constexpr = C.M
     FACTORED: tl.constexpr = C.NARROW and not C.HARD
     p_k, _, p_lw, _, _ = pointers
@@ -80,8 +99,11 @@ def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr,
         log_w = load_vectors(p_lw, start, padded_keys, C.BN, M)
     result, keys = (), ()
     for r in tl.static_range(M):
-        b_k = load_tile(p_k + r * stride_km, start, num_keys, stride_k, C.BN, C.D, C.BD, MASKED)  # [BN, BD]
-        x = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION) * (inverse[r] * LOG2E)
+        if r == 0 or not C.SHARED:
+            b_k = load_tile(p_k + r * stride_km, start, num_keys, stride_k, C.BN, C.D, C.BD, MASKED)  # [BN, BD]
+            s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
+            keys = keys + (b_k,)
+        x = s * (inverse[r] * LOG2E)
         if not FACTORED:
             x += log_w[r][None, :]
         elif MASKED:
@@ -90,8 +112,8 @@ def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr,
             x += row[r][:, None]
         if C.CAUSAL and MASKED:
             x = tl.where(o_n[None, :] <= o_m[:, None] + offset, x, NEVER)
-        result, keys = result + (x,), keys + (b_k,)
-    return result, keys
+        result = result + (x,)
+    return result, keys, s
 
 
 @triton.jit
@@ -122,7 +144,7 @@ def forward_step(start, state, b_q, row, inverse, pointers, place, numbers, MASK
     acc, m, l = state
     _, p_v, _, p_w, p_seed = pointers
     i_bh, i_m, _, num_keys, padded_keys, _, _, stride_v = place
-    x, _ = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
+    x, _, _ = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
     if FACTORED:
         p = summed(factored_parts(x, m, load_vectors(p_w, start, padded_keys, C.BN, M), b_q.dtype, False, M), M)
     else:
@@ -154,7 +176,7 @@ def forward_step(start, state, b_q, row, inverse, pointers, place, numbers, MASK
 @triton.jit
 def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     M: tl.constexpr = C.M
-    OVERFLOW, SPAN, Q, K, V, LW, FACTORS, VARIANCE, OUT, LSE, QUERY_MASK, SEED = tensors
+    OVERFLOW, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, OUT, LSE, QUERY_MASK, SEED = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son = strides
     H, num_queries, num_keys, padded_queries, padded_keys = sizes
     inverse_variance, _, inverse_keep = numbers
@@ -170,10 +192,12 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         p_w += i_bh.to(tl.int64) * M * padded_keys
     b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
-    row = row_biases(b_q, inverse, M, C.VARIANCES)
+    row = row_biases(b_q, SHIFT, i_h, inverse, C)
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
-    if C.FIXED:
+    if C.FIXED and C.VARIANCES:
+        m = tl.zeros([C.BM], tl.float32)
+    elif C.FIXED:
         m = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) * (0.5 * LOG2E * inverse_variance)
     else:
         m = tl.full([C.BM], NEVER, tl.float32)
@@ -228,20 +252,20 @@ def winner(x, M: tl.constexpr):
 def query_step(
     start, state, b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """Add one key tile's share of dq (times s2, with one variance) and of the row biases."""
+    """Add one key tile's share of dq (times s2, with one variance), of the row biases and (SHARED) of dl times q.k."""
     M: tl.constexpr = C.M
     FACTORED: tl.constexpr = C.NARROW and not C.HARD
-    b_dq, drow = state
+    b_dq, drow, moment = state
     _, p_v, _, p_w, p_seed = pointers
     i_bh, i_m, _, num_keys, padded_keys, _, _, stride_v = place
     _, threshold, inverse_keep = numbers
     b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
-    x, keys = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
+    x, keys, s = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
     slope = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)  # [BM, BN]
     if C.DROPOUT:
         slope *= dropout(p_seed, i_bh, i_m * C.BM, start, threshold, inverse_keep, False, C.BM, C.BN)
     slope -= delta[:, None]
-    new = ()
+    new, moments, total = (), (), tl.zeros_like(slope)
     if FACTORED:
         parts = factored_parts(x, lse, load_vectors(p_w, start, padded_keys, C.BN, M), b_q.dtype, False, M)
         slope = slope.to(b_q.dtype)
@@ -255,20 +279,30 @@ def query_step(
             ds = parts[r] * slope
         else:
             ds = tl.exp2(x[r] - lse[:, None]) * slope
+        if C.SHARED:
+            moments = moments + (moment[r] + tl.sum(ds * s, 1),)
+        else:
+            moments = moments + (moment[r],)
         if C.VARIANCES:
             new = new + (drow[r] + tl.sum(ds, 1),)
             ds *= inverse[r]
         else:
             new = new + (drow[r],)
-        b_dq = tl.dot(ds.to(b_q.dtype), keys[r], b_dq, input_precision=C.PRECISION)
-    return b_dq, new
+        if C.SHARED:
+            total += ds
+        else:
+            b_dq = tl.dot(ds.to(b_q.dtype), keys[r], b_dq, input_precision=C.PRECISION)
+    if C.SHARED:
+        b_dq = tl.dot(total.to(b_q.dtype), keys[0], b_dq, input_precision=C.PRECISION)
+    return b_dq, new, moments
 
 
 @triton.jit
 def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
-    """dq, delta, and the block's share of dvariance."""
+    """dq, delta, and the block's share of dvariance and dshift."""
     M: tl.constexpr = C.M
-    _, SPAN, Q, K, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, ROW_STATS, DQ, PART = tensors
+    PARTS: tl.constexpr = 2 + C.D if C.SHARED else 2
+    _, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, ROW_STATS, DQ, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
     H, num_queries, num_keys, padded_queries, padded_keys, _, parts = sizes
     inverse_variance = numbers[0]
@@ -290,30 +324,39 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     tl.store(p_row_stats, lse)
     tl.store(p_row_stats + 1, delta)
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
-    row = row_biases(b_q, inverse, M, C.VARIANCES)
+    row = row_biases(b_q, SHIFT, i_h, inverse, C)
+    if C.VARIANCES:
+        for r in tl.static_range(M):
+            tl.store(p_row_stats + 2 + r, row[r])
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
     b_dq, drow = tl.zeros([C.BM, C.BD], tl.float32), zeros_tuple([C.BM], M)
+    moment = zeros_tuple([C.BM], M)
     if C.EVEN and not C.SPANS and not C.CAUSAL:
         tl.assume(full >= C.BN)
     pointers = (p_k, p_v, p_lw, p_w, SEED)
     place = (i_bh, i_m, offset, num_keys, padded_keys, skm, skn, svn)
     for start in range(0, full, C.BN):
-        b_dq, drow = query_step(
-            start, (b_dq, drow), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, False, C
+        b_dq, drow, moment = query_step(
+            start, (b_dq, drow, moment), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, False, C
         )
     if C.CAUSAL or C.KEY_MASK or not C.EVEN:
         for start in tl.range(full, stop, C.BN, num_stages=1):
-            b_dq, drow = query_step(
-                start, (b_dq, drow), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, True, C
+            b_dq, drow, moment = query_step(
+                start, (b_dq, drow, moment), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, True, C
             )
     if C.VARIANCES:
-        norm = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
-        p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * 2
+        o_d, half = tl.arange(0, C.BD), half_norms(b_q, SHIFT, i_h, C)
+        p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * PARTS
         for r in tl.static_range(M):
-            b_dq -= (drow[r] * inverse[r])[:, None] * b_q.to(tl.float32)
-            tl.store(p_part + r * 2, 0.0)
-            tl.store(p_part + r * 2 + 1, tl.sum(drow[r] * norm, 0) * 0.5 * inverse[r] * inverse[r])
+            pull, share = (drow[r] * inverse[r])[:, None] * b_q.to(tl.float32), drow[r] * half[r]
+            b_dq -= pull
+            if C.SHARED:
+                share -= moment[r]
+                b_dq += (drow[r] * inverse[r])[:, None] * load_shift(SHIFT, i_h * M + r, C.D, C.BD)[None, :]
+                tl.store(p_part + r * PARTS + 2 + o_d, tl.sum(pull, 0), mask=o_d < C.D)
+            tl.store(p_part + r * PARTS, 0.0)
+            tl.store(p_part + r * PARTS + 1, tl.sum(share, 0) * inverse[r] * inverse[r])
     else:
         b_dq *= inverse_variance
     store_tile(DQ + origin * sdb + i_h * sdh, b_dq, i_m * C.BM, num_queries, sdn, C.BM, C.D, C.BD)
@@ -352,14 +395,15 @@ def key_step(
         drop = dropout(p_seed, i_bh, start, i_n * C.BN, threshold, 1.0, True, C.BM, C.BN)
         slope = slope * drop * inverse_keep
     slope -= delta[None, :]
-    row = row_biases(b_q, inverse, M, C.VARIANCES)
     x = ()
     for r in tl.static_range(M):
-        y = tl.dot(keys[r], tl.trans(b_q), input_precision=C.PRECISION) * (inverse[r] * LOG2E)
+        if r == 0 or not C.SHARED:
+            s = tl.dot(keys[r], tl.trans(b_q), input_precision=C.PRECISION)
+        y = s * (inverse[r] * LOG2E)
         if not FACTORED:
             y += log_w[r][:, None]
         if C.VARIANCES:
-            y += row[r][None, :]
+            y += known[2 + r][None, :]
         if C.CAUSAL and MASKED:
             y = tl.where(o_n[:, None] <= o_m[None, :] + offset, y, NEVER)
         x = x + (y,)
@@ -372,7 +416,7 @@ def key_step(
         total, slope = summed(parts, M), slope.to(b_q.dtype)
     else:
         total = tl.zeros_like(slope)
-    dk, db, columns = (), (), dw[0]
+    dk, db, columns, mixed = (), (), dw[0], tl.zeros_like(slope)
     for r in tl.static_range(M):
         if C.HARD:
             ds = tl.where(won == r, whole, 0.0)
@@ -386,7 +430,12 @@ def key_step(
             columns = tl.dot(ds.to(b_q.dtype), unit_column(r, C.BM, b_q.dtype), columns)
         else:
             db = db + (dw[r] + tl.sum(ds, 1),)
-        dk = dk + (tl.dot(ds.to(b_q.dtype), b_q, b_dk[r], input_precision=C.PRECISION),)
+        if C.SHARED:
+            mixed += ds * inverse[r]
+        else:
+            dk = dk + (tl.dot(ds.to(b_q.dtype), b_q, b_dk[r], input_precision=C.PRECISION),)
+    if C.SHARED:
+        dk = (tl.dot(mixed.to(b_q.dtype), b_q, b_dk[0], input_precision=C.PRECISION),)
     if C.NARROW:
         db = (columns,)
     if C.DROPOUT:
@@ -397,9 +446,11 @@ def key_step(
 
 @triton.jit
 def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
-    """dk, dv, and the block's share of dlog_prior and dvariance."""
+    """dk, dv, and the block's share of dlog_prior, dvariance and dshift."""
     M: tl.constexpr = C.M
-    _, SPAN, Q, K, V, LW, FACTORS, VARIANCE, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
+    KEYS: tl.constexpr = 1 if C.SHARED else M
+    PARTS: tl.constexpr = 2 + C.D if C.SHARED else 2
+    _, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen = strides
     H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts = sizes
     inverse_variance, _, inverse_keep = numbers
@@ -417,13 +468,13 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     if C.NARROW and not C.HARD:
         w = load_vectors(FACTORS + i_bh.to(tl.int64) * M * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
     keys = ()
-    for r in tl.static_range(M):
+    for r in tl.static_range(KEYS):
         keys = keys + (load_tile(p_k + r * skm, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True),)  # [BN, BD]
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
 
     begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, C.CAUSAL, C.BM, C.BN)
     b_dk, b_dv, dw = (
-        zeros_tuple([C.BN, C.BD], M),
+        zeros_tuple([C.BN, C.BD], KEYS),
         tl.zeros([C.BN, C.BV], tl.float32),
         zeros_tuple([C.BN, SUMS], 1) if C.NARROW else zeros_tuple([C.BN], M),
     )
@@ -447,21 +498,30 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         if C.KEY_MASK or not C.EVEN:  # a hidden key has whatever is in its own rows
             seen = log_w[0] != NEVER
             b_dv, dw = tl.where(seen[:, None], b_dv, 0.0), where_tuple(seen, dw, M)
-            b_dk = where_tuple(seen[:, None], b_dk, M)
+            b_dk = where_tuple(seen[:, None], b_dk, KEYS)
     if C.DROPOUT:
         b_dv *= inverse_keep
 
-    p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * 2
+    p_dk, o_d = DK + origin * sdb + i_h * sdh, tl.arange(0, C.BD)
     for r in tl.static_range(M):
-        b_k = load_tile(p_k + r * skm, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True).to(
-            tl.float32
-        )  # [BN, BD]
-        tl.store(p_part + r * 2, tl.sum(dw[r], 0))
-        if C.VARIANCES:
-            moment = tl.sum(b_k * (0.5 * dw[r][:, None] * b_k - b_dk[r]), 1)
-            tl.store(p_part + r * 2 + 1, tl.sum(moment, 0) * inverse[r] * inverse[r])
-        grad = (b_dk[r] - dw[r][:, None] * b_k) * inverse[r]
-        store_tile(DK + origin * sdb + i_h * sdh + r * sdm, grad, i_n * C.BN, num_keys, sdn, C.BN, C.D, C.BD)
+        p_part = PART + ((i_bh.to(tl.int64) * parts + query_parts + i_n) * M + r) * PARTS
+        tl.store(p_part, tl.sum(dw[r], 0))
+        if r == 0 or not C.SHARED:
+            b_k = load_tile(p_k + r * skm, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True).to(tl.float32)
+            grad = b_dk[r]
+        if C.SHARED:
+            b_kr = b_k + load_shift(SHIFT, i_h * M + r, C.D, C.BD)[None, :]  # [BN, BD]
+            pull = dw[r][:, None] * b_kr * inverse[r]
+            grad -= pull
+            tl.store(p_part + 1, tl.sum(tl.sum(pull * b_kr, 1), 0) * 0.5 * inverse[r])
+            tl.store(p_part + 2 + o_d, -tl.sum(pull, 0), mask=o_d < C.D)
+        else:
+            if C.VARIANCES:
+                moment = tl.sum(b_k * (0.5 * dw[r][:, None] * b_k - b_dk[r]), 1)
+                tl.store(p_part + 1, tl.sum(moment, 0) * inverse[r] * inverse[r])
+            grad = (grad - dw[r][:, None] * b_k) * inverse[r]
+        if r == M - 1 or not C.SHARED:
+            store_tile(p_dk + (0 if C.SHARED else r) * sdm, grad, i_n * C.BN, num_keys, sdn, C.BN, C.D, C.BD)
         if C.POSITIONS:
             tl.store(DLW + (i_bh.to(tl.int64) * M + r) * positions + o_n, dw[r], mask=o_n < num_keys)
     store_tile(GRAD_V + origin * seb + i_h * seh, b_dv, i_n * C.BN, num_keys, sen, C.BN, C.DV, C.BV)
