@@ -23,7 +23,7 @@ SUMS = tl.constexpr(dispatch.SUMS)  # of those that sum without: the least a pro
 # Arguments whose values are not worth a kernel of their own: another batch size compiles nothing.
 COUNTS = ("BATCHES", "section", "H", "num_queries", "num_keys", "query_parts", "parts")
 PAD = tl.constexpr(128)  # what vectors along the queries or keys are padded to: whole tiles of any size in use
-FIELDS = tl.constexpr(5)  # of what is known of the masks of a batch, see `spans`
+FIELDS = tl.constexpr(6)  # of what is known of the masks of a batch, see `spans`
 ALL, FITTING, OVERFLOWING = (tl.constexpr(heads) for heads in (dispatch.ALL, dispatch.FITTING, dispatch.OVERFLOWING))
 
 
@@ -50,6 +50,21 @@ def load_tile(
         block = tl.load(p_tile, mask=(o_column < WIDTH)[None, :], other=0.0)
     else:
         block = tl.load(p_tile)
+    return block
+
+
+@triton.jit
+def load_rows(
+    p_base, start, num_rows, stride, visible, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, HIDES: tl.constexpr,
+):  # fmt: skip
+    """`load_tile`, which in tiles that HIDE rows reads those that are `visible`: 0 times a hidden NaN would be NaN."""
+    if HIDES:
+        o_row, o_column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+        p_tile = p_base + tl.full((), start, tl.int64) * stride + (o_row[:, None] * stride + o_column[None, :])
+        block = tl.load(p_tile, mask=visible[:, None] & (o_column < WIDTH)[None, :], other=0.0)
+    else:
+        block = load_tile(p_base, start, num_rows, stride, ROWS, WIDTH, BLOCK, MASKED)
     return block
 
 
@@ -183,8 +198,21 @@ def widened(x):
 
 @triton.jit
 def finite(x):
-    """-inf, the maximum of nothing, becomes 0."""
+    """-inf, the maximum of nothing, becomes 0. NaN stays NaN."""
     return tl.where(x == NEVER, 0.0, x)
+
+
+@triton.jit
+def not_hidden(x):
+    """NaN in place of -inf, which comes of an infinite key and would hide it."""
+    return tl.where(x == NEVER, float("nan"), x)
+
+
+@triton.jit
+def spread_infinities(x):
+    """NaN in place of infinity, whose product with a key might be minus infinity: a weight of zero."""
+    wide = x.to(tl.float32)
+    return tl.where(wide - wide == 0, wide, float("nan")).to(x.dtype)
 
 
 @triton.jit
@@ -321,13 +349,16 @@ def key_tiles(
 
 @triton.jit
 def query_tiles(
-    i_n, offset, last_query, last_key, num_queries, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    """Where the query tiles of a key block begin; need no causal mask; end as full tiles; and end."""
+    i_n, i_batch, p_span, offset, last_query, last_key, num_queries, CAUSAL: tl.constexpr, MASKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Where the query tiles of a key block begin; need no causal mask; end as full tiles, unmasked; and end."""
     stop = last_query
     if i_n * BN >= last_key:
         stop = 0
     whole = tl.minimum(tl.cdiv(stop, BM), num_queries // BM) * BM
+    if MASKS:
+        whole = tl.minimum(whole, tl.load(p_span + FIELDS * i_batch + 5) // BM * BM)
     begin = stop * 0
     visible = begin
     if CAUSAL:
