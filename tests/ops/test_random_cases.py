@@ -163,18 +163,18 @@ def log_weights(x: dict[str, Tensor], case: Case) -> Tensor:
 
 
 def formula(x: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor]:
-    """Output and weights."""
+    """Output and the logarithms of the weights, which may be too small for float64."""
     logits = log_weights(x, case).masked_fill(~case.seen, -torch.inf)
     none = (logits == -torch.inf).all(-1, keepdim=True)
-    weights = logits.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
-    return weights @ x["value"], weights
+    logs = logits.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -torch.inf)
+    return logs.exp() @ x["value"], logs.detach()
 
 
 def norm(tensor: Tensor, dim: int = -1) -> Tensor:
     return tensor.detach().double().norm(dim=dim)
 
 
-def deviation(x: dict[str, Tensor], weights: Tensor, case: Case) -> Tensor:
+def deviation(x: dict[str, Tensor], logs: Tensor, case: Case) -> Tensor:
     """How much weight of each row, (B,H,Nq), rounding may move from one key to another.
 
     Terms of an exponent are at most (|q| + |k| + |b|)^2 / s2; each is rounded a few times in float32, and for one
@@ -191,10 +191,8 @@ def deviation(x: dict[str, Tensor], weights: Tensor, case: Case) -> Tensor:
     s2 = x["variance"].detach().amin(-1)[:, None] if case.variance == "tensor" else case.variance or math.sqrt(case.D)
     rounding = torch.finfo(case.dtype).eps if case.shifted and case.variance == "tensor" else 0.0
     error = 8 * torch.finfo(torch.float32).eps * (reach.square() / s2 + prior + 8) + rounding * reach.square() / s2
-    moved = (2 * error[..., None] + weights.detach().log()).exp() - weights.detach()
-    moved = moved.nan_to_num(nan=1.0, posinf=1.0).clamp(0, 1)
-    best = weights.detach().argmax(-1, keepdim=True)
-    moved = moved.scatter(-1, best, 0).sum(-1).clamp(max=1) if weights.shape[-1] else moved.sum(-1)
+    moved = ((2 * error[..., None] + logs).clamp(max=1).exp() - logs.exp()).clamp(0, 1)
+    moved = moved.scatter(-1, logs.argmax(-1, keepdim=True), 0).sum(-1).clamp(max=1)
     return (moved + 8 * torch.finfo(case.dtype).eps).clamp(max=2)
 
 
@@ -254,8 +252,8 @@ def problems(case: Case) -> Iterator[str]:
     leaves = {name: tensor.requires_grad_(name in case.needs) for name, tensor in x.items()}
     output = call(leaves, case)
     exact = {name: tensor.detach().double().requires_grad_(name in case.needs) for name, tensor in case.inputs.items()}
-    wanted, weights = formula(exact, case)
-    dev = deviation(exact, weights, case)
+    wanted, logs = formula(exact, case)
+    dev = deviation(exact, logs, case)
     size = float(exact["value"].detach().abs().max())
     rows, spread = (bad, bad) if case.planted != "grad" else (torch.zeros_like(bad),) * 2
     finite = output.detach().isfinite()

@@ -44,8 +44,8 @@ def bid(lead, log_w, KEYS_DOWN: tl.constexpr):
 
 
 @triton.jit
-def exponents(s, scale, log_u, log_w, KEYS_DOWN: tl.constexpr, MASKED: tl.constexpr, M: tl.constexpr):
-    """s scale + log_u[i,r] + log_w[j,r] of each component, -inf where s is.
+def exponents(s, scale, log_u, log_w, shown, KEYS_DOWN: tl.constexpr, MASKED: tl.constexpr, M: tl.constexpr):
+    """s scale + log_u[i,r] + log_w[j,r] of each component, if MASKED -inf for pairs that are not `shown`.
 
     Every pass adds the terms in this order, and subtracts a maximum or a log-sum-exp last: terms of 1e10 are rounded
     by hundreds, but the largest exponent of a row is still 0.
@@ -54,7 +54,7 @@ def exponents(s, scale, log_u, log_w, KEYS_DOWN: tl.constexpr, MASKED: tl.conste
     for r in tl.static_range(M):
         x = s * scale + bid(log_u[r], log_w[r], KEYS_DOWN)
         if MASKED:
-            x = tl.where(s == NEVER, NEVER, x)
+            x = tl.where(shown, x, NEVER)
         result = result + (x,)
     return result
 

@@ -316,6 +316,23 @@ def sees_a_key(p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPA
 
 
 @triton.jit
+def shown_pairs(
+    o_m, o_n, offset, visible, CAUSAL: tl.constexpr, CHECK: tl.constexpr, KEYS_DOWN: tl.constexpr = False
+):
+    """Which pairs of a tile take part: by the causal mask, and if CHECK by what is known of the columns."""
+    shown = None
+    if CAUSAL and KEYS_DOWN:
+        shown = o_n[:, None] <= o_m[None, :] + offset
+    elif CAUSAL:
+        shown = o_n[None, :] <= o_m[:, None] + offset
+    if CHECK and CAUSAL:
+        shown = shown & visible[None, :]
+    elif CHECK:
+        shown = visible[None, :]
+    return shown
+
+
+@triton.jit
 def load_vector(p_base, start, SIZE: tl.constexpr):
     return tl.load(p_base + start + tl.arange(0, SIZE))
 

@@ -37,6 +37,7 @@ from mgk.ops.triton.primitives import (
     query_tiles,
     sees_a_key,
     sequence,
+    shown_pairs,
     split_columns,
     spread_infinities,
     store_tile,
@@ -95,10 +96,12 @@ def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr,
     _, i_m, offset, num_keys, padded_keys, stride_km, stride_k, _ = place
     o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
     visible = o_n < num_keys
-    if MASKED or not FACTORED:
+    CHECKS: tl.constexpr = MASKED and (C.KEY_MASK or not C.EVEN)
+    if CHECKS or not FACTORED:
         log_w = load_vectors(p_lw, start, padded_keys, C.BN, M)
-    if MASKED:
+    if CHECKS:
         visible = any_component(log_w, M)
+    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, CHECKS) if MASKED else None
     result, keys = (), ()
     for r in tl.static_range(M):
         b_k = load_rows(
@@ -110,9 +113,7 @@ def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr,
         if C.VARIANCES:
             x += row[r][:, None]
         if MASKED:
-            x = tl.where(visible[None, :], x, NEVER)
-        if C.CAUSAL and MASKED:
-            x = tl.where(o_n[None, :] <= o_m[:, None] + offset, x, NEVER)
+            x = tl.where(shown, x, NEVER)
         result, keys = result + (x,), keys + (b_k,)
     return result, keys, visible
 
@@ -252,6 +253,12 @@ def winner(x, M: tl.constexpr):
 
 
 @triton.jit
+def exponential(x, CONSISTENT: tl.constexpr):
+    """2^x of an exponent that is at most 0. Products of half precision round alike in every pass, so it is indeed."""
+    return tl.exp2(x) if CONSISTENT else weight(x)
+
+
+@triton.jit
 def query_step(
     start, state, b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
@@ -276,7 +283,7 @@ def query_step(
         slope = slope.to(b_q.dtype)
     if C.HARD:
         best, won = winner(x, M)
-        whole = weight(best - lse[:, None]) * slope
+        whole = exponential(best - lse[:, None], C.NARROW) * slope
     for r in tl.static_range(M):
         if C.HARD:
             ds = tl.where(won == r, whole, 0.0)
@@ -402,7 +409,7 @@ def key_step(
         x = x + (y,)
     if C.HARD:
         best, won = winner(x, M)
-        total = weight(best - lse[None, :])
+        total = exponential(best - lse[None, :], C.NARROW)
         whole = total * slope
     elif FACTORED:
         parts = factored_parts(x, lse, w, b_q.dtype, True, M)

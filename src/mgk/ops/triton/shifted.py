@@ -55,11 +55,11 @@ from mgk.ops.triton.primitives import (
     load_vectors,
     multiply,
     multiply_add,
-    not_hidden,
     online_softmax,
     query_tiles,
     sees_a_key,
     sequence,
+    shown_pairs,
     split_columns,
     spread_infinities,
     store_tile,
@@ -92,16 +92,13 @@ def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.c
     i_bh, i_m, offset, num_keys, padded_keys, stride_k, stride_v = place
     scale, threshold, _, _ = numbers
     o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
-    visible = load_vector(p_keys, start, C.BN) == 0 if MASKED else None
     HIDES: tl.constexpr = MASKED and C.KEY_MASK
+    visible = load_vector(p_keys, start, C.BN) == 0 if MASKED else None
+    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, C.KEY_MASK or not C.EVEN) if MASKED else None
     b_k = load_rows(p_k, start, num_keys, stride_k, visible, C.BN, C.D, C.BD, MASKED, HIDES)  # [BN, BD]
     s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)  # [BM, BN]
-    if MASKED and not is_fast(C.PATH):
-        s = not_hidden(s)
-    if C.CAUSAL and MASKED:
-        s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
-    if MASKED:
-        s = tl.where(visible[None, :], s, NEVER)
+    if MASKED and is_fast(C.PATH):
+        s = tl.where(shown, s, NEVER)
     if is_fast(C.PATH):
         m_safe = m
         if not C.FIXED:
@@ -120,14 +117,14 @@ def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.c
                 best = tl.maximum(best, bid(rows[r], log_w[r], False))
             x = s * scale + best
             if MASKED:
-                x = tl.where(s == NEVER, NEVER, x)
+                x = tl.where(shown, x, NEVER)
             if C.FIXED:
                 p = tl.exp2(x - m[:, None])
             else:
                 m, m_safe, alpha = online_softmax(tl.max(x, 1), m)
                 p = tl.exp2(x - m_safe[:, None])
         else:
-            x = exponents(s, scale, rows, log_w, False, MASKED, M)
+            x = exponents(s, scale, rows, log_w, shown, False, MASKED, M)
             x_max = tl.max(x[0], 1)
             for r in tl.static_range(1, M):
                 x_max = tl.maximum(x_max, tl.max(x[r], 1))
@@ -234,17 +231,14 @@ def query_step(
     i_bh, i_m, offset, num_keys, padded_keys, stride_k, stride_v = place
     scale, threshold, inverse_keep, _ = numbers
     o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
-    visible = load_vector(p_keys, start, C.BN) == 0 if MASKED else None
     HIDES: tl.constexpr = MASKED and C.KEY_MASK
+    visible = load_vector(p_keys, start, C.BN) == 0 if MASKED else None
+    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, C.KEY_MASK or not C.EVEN) if MASKED else None
     b_k = load_rows(p_k, start, num_keys, stride_k, visible, C.BN, C.D, C.BD, MASKED, HIDES)  # [BN, BD]
     b_v = load_rows(p_v, start, num_keys, stride_v, visible, C.BN, C.DV, C.BV, MASKED, HIDES)  # [BN, BV]
     s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)  # [BM, BN]
-    if MASKED and not is_fast(C.PATH):
-        s = not_hidden(s)
-    if C.CAUSAL and MASKED:
-        s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
-    if MASKED:
-        s = tl.where(visible[None, :], s, NEVER)
+    if MASKED and is_fast(C.PATH):
+        s = tl.where(shown, s, NEVER)
     slope = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)  # [BM, BN]
     if C.DROPOUT:
         slope *= dropout(p_seed, i_bh, i_m * C.BM, start, threshold, inverse_keep, False, C.BM, C.BN)
@@ -279,7 +273,7 @@ def query_step(
             best, won = best_bid(slope, rows, log_w, False, M)
             x = s * scale + best
             if MASKED:
-                x = tl.where(s == NEVER, NEVER, x)
+                x = tl.where(shown, x, NEVER)
             ds = weight(x - lse[:, None]) * slope
             for r in tl.static_range(1, M):
                 share = tl.where(won == r, ds, 0.0)
@@ -288,7 +282,7 @@ def query_step(
                 else:
                     new = new + (du[r] + tl.sum(share, 1),)
         else:
-            x = exponents(s, scale, rows, log_w, False, MASKED, M)
+            x = exponents(s, scale, rows, log_w, shown, False, MASKED, M)
             ds = weight(x[0] - lse[:, None]) * slope
             for r in tl.static_range(1, M):
                 part = weight(x[r] - lse[:, None]) * slope
@@ -435,16 +429,15 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
     scale, threshold, inverse_keep, _ = numbers
     o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
     HIDES: tl.constexpr = MASKED and C.SPANS and not C.PACKED  # some queries are masked
-    real = load_columns(p_row_stats, start, C.BM, C.WIDTH)[0] != FOREVER if HIDES else None
+    CHECKS: tl.constexpr = HIDES or (MASKED and C.CAUSAL)
+    real, shown = load_columns(p_row_stats, start, C.BM, C.WIDTH)[0] != FOREVER if HIDES else None, None
     b_q = load_rows(p_q, start, num_queries, stride_q, real, C.BM, C.D, C.BD, MASKED, HIDES)  # [BM, BD]
     b_do = load_rows(p_do, start, num_queries, stride_g, real, C.BM, C.DV, C.BV, MASKED, HIDES)  # [BM, BV]
     s = tl.dot(b_k, tl.trans(b_q), input_precision=C.PRECISION)  # [BN, BM]
-    if MASKED and not is_fast(C.PATH):
-        s = not_hidden(s)
-    if C.CAUSAL and MASKED:
-        s = tl.where(o_n[:, None] <= o_m[None, :] + offset, s, NEVER)
-    if HIDES:
-        s = tl.where(real[None, :], s, NEVER)
+    if CHECKS:
+        shown = shown_pairs(o_m, o_n, offset, real, C.CAUSAL, HIDES, True)
+        if is_fast(C.PATH):
+            s = tl.where(shown, s, NEVER)
     slope = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)  # [BN, BM]
     known = load_columns(p_row_stats, start, C.BM, C.WIDTH)
     lse, delta, rows = known[0], known[1], ()
@@ -483,8 +476,8 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
     elif C.PATH == HARD:
         best, won = best_bid(slope, rows, w, True, M)
         x = s * scale + best
-        if MASKED:
-            x = tl.where(s == NEVER, NEVER, x)
+        if CHECKS:
+            x = tl.where(shown, x, NEVER)
         p = weight(x - lse[None, :])
         ds = p * slope
         if C.NARROW:
@@ -500,7 +493,7 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
     else:
         log_u = load_vectors(p_rows + (1 + M) * padded_queries, start, padded_queries, C.BM, M)
         p, ds = tl.zeros_like(s), tl.zeros_like(s)
-        x = exponents(s, scale, log_u, w, True, MASKED, M)
+        x = exponents(s, scale, log_u, w, shown, True, CHECKS, M)
         for r in tl.static_range(M):
             part = weight(x[r] - lse[None, :])
             p += part

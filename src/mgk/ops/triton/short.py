@@ -32,7 +32,6 @@ from mgk.ops.triton.primitives import (
     load_tile,
     load_vector,
     load_vectors,
-    not_hidden,
     split_columns,
     store_tile,
     unit_column,
@@ -168,15 +167,17 @@ def backward_step(
     if PATH != FALLBACK:
         s = tl.dot(three_ones(SUMS, C.BN), tl.trans(b_c))
     s = tl.dot(b_k, tl.trans(b_q), s)
-    if PATH == FALLBACK:
-        s = not_hidden(s)
+    CHECKS: tl.constexpr = MASKED or C.KEY_MASK or not C.EVEN or C.SPANS
+    shown = tl.full([C.BN, 1], 1, tl.int1)
     if MASKED:
         o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
-        s = tl.where(o_n[:, None] <= o_m[None, :] + offset, s, NEVER)
+        shown = o_n[:, None] <= o_m[None, :] + offset
     if C.KEY_MASK or not C.EVEN:
-        s = tl.where(seen[:, None], s, NEVER)
-    if C.SPANS and PATH == FALLBACK:
-        s = tl.where(real[None, :], s, NEVER)
+        shown = shown & seen[:, None]
+    if C.SPANS:
+        shown = shown & real[None, :]
+    if CHECKS and PATH == FAST:
+        s = tl.where(shown, s, NEVER)
     drop = 1.0
     if C.DROPOUT:
         drop = dropout(p_seed, i_bh, start, i_n * C.BN, threshold, inverse_keep, True, C.BM, C.BN)
@@ -200,8 +201,8 @@ def backward_step(
     elif C.HARD:  # the first component has what the others leave
         best, won = best_bid(s, load_vectors(p_rows + padded_queries, start, padded_queries, C.BM, M), log_w, True, M)
         x = s * scale + best
-        if MASKED or C.KEY_MASK or not C.EVEN:
-            x = tl.where(s == NEVER, NEVER, x)
+        if CHECKS:
+            x = tl.where(shown, x, NEVER)
         if PATH == FALLBACK:
             x -= load_vector(p_rows, start, C.BM)[None, :]
         total = weight(x)
@@ -218,7 +219,7 @@ def backward_step(
     else:
         log_u = load_vectors(p_rows + (1 + M) * padded_queries, start, padded_queries, C.BM, M)
         lse, total = load_vector(p_rows, start, C.BM), tl.zeros_like(s)
-        x = exponents(s, scale, log_u, log_w, True, True, M)
+        x = exponents(s, scale, log_u, log_w, shown, True, CHECKS, M)
         for r in tl.static_range(M):
             part = weight(x[r] - lse[None, :])
             total += part
