@@ -91,5 +91,15 @@ def lead_over_second(log_w):
 
 @triton.jit
 def weight(x):
-    """2^x of a row whose weights sum to 1, however much rounding of huge exponents says otherwise."""
+    """2^x of a row whose weights sum to 1, however much rounding of huge exponents says otherwise. NaN stays NaN."""
     return tl.exp2(tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def weight_of(x, dtype: tl.constexpr):
+    """The same. Products of half precision round alike in every pass, so that no exponent is above 0."""
+    if dtype == tl.float32:
+        result = weight(x)
+    else:
+        result = tl.exp2(x)
+    return result

@@ -421,9 +421,9 @@ def any_overflows(p_overflow, groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def flag_bad_sums(p_overflow, i_bh, l, sees):
-    """Leave this head to the fallback launch if a row that sees a key has a sum near overflow or underflow."""
-    if tl.max((sees & ~((l >= 2.0**-90) & (l <= 2.0**90))).to(tl.int32), 0) > 0:
+def flag_bad_sums(p_overflow, i_bh, l, sees, least=2.0**-90, most=2.0**90):
+    """Leave this head to the fallback launch if a row that sees a key has a sum near overflow or underflow, or NaN."""
+    if tl.max((sees & ~((l >= least) & (l <= most))).to(tl.int32), 0) > 0:
         tl.store(p_overflow + 2 * i_bh + 1, 1.0)
 
 
@@ -435,7 +435,7 @@ def for_each_block(
     """Run `block` on one block of one head; or, of the heads that would overflow, share all blocks among few programs.
 
     The first two of `tensors` are the overflow flags and the spans, the first of `sizes` is H. Blocks of QUERIES start
-    with the last one, which sees the most keys. While forward programs still flag heads whose fixed maximum does not
+    with the last one, which sees the most keys. While forward programs (WIDTH is 0) still flag heads whose sums do not
     fit, those flags are not read: warps of one program might read different values.
     """
     OVERFLOW, SPAN, H = tensors[0], tensors[1], sizes[0]
@@ -452,6 +452,6 @@ def for_each_block(
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, C.SPANS)
         if QUERIES:
             i_block = blocks - 1 - i_block
-        fits = C.HEADS == ALL or not would_overflow(OVERFLOW, i_bh, not C.FIXED)
+        fits = C.HEADS == ALL or not would_overflow(OVERFLOW, i_bh, C.WIDTH > 0)
         if fits and not is_behind(SPAN, i_bh // H, i_block * SIZE, C.PACKED):
             block(i_block, i_bh, tensors, numbers, strides, sizes, C)

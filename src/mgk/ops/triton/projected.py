@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.mixing import weight
+from mgk.ops.triton.mixing import weight_of
 from mgk.ops.triton.primitives import (
     COUNTS,
     LOG2E,
@@ -253,12 +253,6 @@ def winner(x, M: tl.constexpr):
 
 
 @triton.jit
-def exponential(x, CONSISTENT: tl.constexpr):
-    """2^x of an exponent that is at most 0. Products of half precision round alike in every pass, so it is indeed."""
-    return tl.exp2(x) if CONSISTENT else weight(x)
-
-
-@triton.jit
 def query_step(
     start, state, b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
@@ -283,14 +277,14 @@ def query_step(
         slope = slope.to(b_q.dtype)
     if C.HARD:
         best, won = winner(x, M)
-        whole = exponential(best - lse[:, None], C.NARROW) * slope
+        whole = weight_of(best - lse[:, None], b_q.dtype) * slope
     for r in tl.static_range(M):
         if C.HARD:
             ds = tl.where(won == r, whole, 0.0)
         elif FACTORED:
             ds = parts[r] * slope
         else:
-            ds = weight(x[r] - lse[:, None]) * slope
+            ds = weight_of(x[r] - lse[:, None], b_q.dtype) * slope
         if C.VARIANCES:
             new = new + (drow[r] + tl.sum(ds, 1),)
             ds *= inverse[r]
@@ -307,7 +301,7 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     _, SPAN, Q, K, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, ROW_STATS, DQ, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
     H, num_queries, num_keys, padded_queries, padded_keys, _, parts = sizes
-    inverse_variance = numbers[0]
+    inverse_variance, _, _ = numbers  # as in the other passes, so that the interpreter rounds alike
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
     offset = num_keys - num_queries
@@ -409,7 +403,7 @@ def key_step(
         x = x + (y,)
     if C.HARD:
         best, won = winner(x, M)
-        total = exponential(best - lse[None, :], C.NARROW)
+        total = weight_of(best - lse[None, :], b_q.dtype)
         whole = total * slope
     elif FACTORED:
         parts = factored_parts(x, lse, w, b_q.dtype, True, M)
@@ -423,7 +417,7 @@ def key_step(
         elif FACTORED:
             ds = parts[r] * slope
         else:
-            part = weight(x[r] - lse[None, :])
+            part = weight_of(x[r] - lse[None, :], b_q.dtype)
             total += part
             ds = part * slope
         if C.NARROW:

@@ -37,6 +37,7 @@ from mgk.ops.triton.mixing import (
     mixed,
     second_share,
     weight,
+    weight_of,
 )
 from mgk.ops.triton.primitives import (
     COLUMNS,
@@ -195,9 +196,12 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     takes_part = o_m < num_queries
     if C.MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
-    if C.FIXED:
+    if C.FIXED or C.PATH == FAST:
         sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS)
-        flag_bad_sums(OVERFLOW, i_bh, l, sees)
+        if C.FIXED:
+            flag_bad_sums(OVERFLOW, i_bh, l, sees)
+        else:  # float16 rounds each of N weights by up to 2^-25, which should be below 2^-11 of their sum
+            flag_bad_sums(OVERFLOW, i_bh, l, sees, 2.0**-14 * tl.sqrt(num_keys.to(tl.float32)), 2.0**15)
     takes_part = takes_part & (l != 0)  # NaN does: it must be seen
     out = tl.where(takes_part[:, None], acc / tl.where(l == 0, 1.0, l)[:, None], 0.0)
     store_tile(OUT + origin * sob + i_h * soh, out, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV)
@@ -274,7 +278,7 @@ def query_step(
             x = s * scale + best
             if MASKED:
                 x = tl.where(shown, x, NEVER)
-            ds = weight(x - lse[:, None]) * slope
+            ds = weight_of(x - lse[:, None], b_k.dtype) * slope
             for r in tl.static_range(1, M):
                 share = tl.where(won == r, ds, 0.0)
                 if C.NARROW:
@@ -478,7 +482,7 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
         x = s * scale + best
         if CHECKS:
             x = tl.where(shown, x, NEVER)
-        p = weight(x - lse[None, :])
+        p = weight_of(x - lse[None, :], b_k.dtype)
         ds = p * slope
         if C.NARROW:
             new = new + (tl.dot(ds.to(b_q.dtype), unit_column(0, C.BM, b_q.dtype), dw[0]),)

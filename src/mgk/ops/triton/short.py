@@ -205,7 +205,7 @@ def backward_step(
             x = tl.where(shown, x, NEVER)
         if PATH == FALLBACK:
             x -= load_vector(p_rows, start, C.BM)[None, :]
-        total = weight(x)
+        total = tl.exp2(x)
         g_all = total * slope
         g = g_all.to(b_q.dtype)
         new_q, new_do = (tl.dot(g, b_q, g_q[0]),), (tl.dot((total * drop).to(b_q.dtype), b_do, e_do[0]),)
