@@ -61,7 +61,7 @@ class Case:
         self.prior = draw.choice([None, "head", "position"])
         self.dtype = getattr(torch, draw.choice(DTYPES[self.impl]))
         self.half = self.dtype == torch.float16
-        self.std = draw.choice([1e-3, 1.0, 1.0, 1.0, 6.0, 30.0, 300.0, 1e3 if self.half else 3e4, 1e3 if self.half else 1e5])
+        self.std = draw.choice([1e-3, 1.0, 1.0, 1.0, 6.0, 30.0, 300.0, *([1e3] if self.half else [3e4, 1e5])])
         self.variance = draw.choice([None, None, 0.5, "tensor", "tensor"] + [1e-10, 1e-3] * (not self.half))
         self.masks = {name: draw.random() < 0.4 for name in ("key", "query")}
         self.layouts = {name: draw.choice(["plain", "plain", "heads", "columns", "expanded"]) for name in NAMES}
@@ -76,7 +76,7 @@ class Case:
         self.needs = [name for name in self.needs if name in self.inputs]
         if self.planted not in self.inputs and self.planted != "grad":
             self.planted = None
-        if self.planted == "log_prior" and self.hard or self.planted == "grad" and not self.needs:
+        if (self.planted == "log_prior" and self.hard) or (self.planted == "grad" and not self.needs):
             self.planted = None  # a hard E-step does not use the prior
 
     def numbers(self) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def log_weights(x: dict[str, Tensor], case: Case, soft: bool = True) -> Tensor:
     keys = x["key"][:, :, None] + x["shift"][None, :, :, None] if case.shifted else x["key"]
     distance = torch.cdist(x["query"][:, :, None], keys, compute_mode="donot_use_mm_for_euclid_dist")
     tensor = case.variance == "tensor"
-    logits = distance.square() / (-2 * (x["variance"][None, :, :, None, None] if tensor else case.s2))
+    logits: Tensor = distance.square() / (-2 * (x["variance"][None, :, :, None, None] if tensor else case.s2))
     if case.prior and soft:
         prior = x["log_prior"]
         logits = logits + (prior[None, :, :, None, None] if prior.dim() == 2 else prior[None, :, :, None])
@@ -174,7 +174,8 @@ def formula(x: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor]:
     logits = (logits.amax(2) if case.hard else logits.logsumexp(2)).masked_fill(~case.seen, -torch.inf)
     none = (logits == -torch.inf).all(-1, keepdim=True)
     logs = logits.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -torch.inf)
-    return logs.exp() @ x["value"], logs.detach()
+    output: Tensor = logs.exp() @ x["value"]
+    return output, logs.detach()
 
 
 def norm(tensor: Tensor, dim: int = -1) -> Tensor:

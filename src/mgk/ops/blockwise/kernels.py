@@ -69,7 +69,8 @@ class Kernel:
     def magnitude(self) -> float:
         """How large the terms of an exponent may be."""
         biases = (self.key_bias,) if self.row_bias is None else (self.key_bias, self.row_bias)
-        return self.largest_product + sum(max(abs(end.item()) for end in bias.aminmax()) for bias in biases)
+        largest = [max(abs(end.item()) for end in bias.aminmax()) for bias in biases]
+        return float(self.largest_product + sum(largest))
 
     def set_row_offset(self, offset: Tensor, late: bool = False) -> None:
         """Subtract m_i = `offset` (G,Nq) from all exponents from now on, after the product if it is `late`."""

@@ -59,9 +59,7 @@ class ShiftedSoft(Shifted):
         log_u, log_w = self.log_u - offset[:, None], self.log_w
         removed = log_w == -torch.inf
         self.extra_range = 0.0, 0.0
-        self.factored = not late and self.are_in_range(
-            log_u, torch.where(removed, self.largest_bias[..., None], log_w)
-        )
+        self.factored = not late and self.are_in_range(log_u, torch.where(removed, self.largest_bias[..., None], log_w))
         if not self.factored:
             scale = self.log_u.amax(1)
             log_u, log_w = self.log_u - scale[:, None], log_w - self.key_bias

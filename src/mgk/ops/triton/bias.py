@@ -142,10 +142,10 @@ def shifted_bias_block(
         p_q = Q + origin * sqb + i_h * sqh
         b_q = load_tile(p_q, start, num_queries, sqn, BN, D, BD, True).to(tl.float32)  # [BN, BD]
         p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries + o_m
+        scale, poison = inverse_variance * LOG2E, tl.sum(b_q * 0.0, 1)  # NaN if one of the numbers is not finite
         first, fits = tl.zeros([BN], tl.float32), tl.full([BN], 1, tl.int1)
-        poison = tl.sum(b_q * 0.0, 1)  # NaN if one of the numbers is not finite
         for r in tl.static_range(M):
-            log_u = tl.sum(b_q * load_shift(SHIFT, i_h * M + r, D, BD)[None, :], 1) * (inverse_variance * LOG2E) + poison
+            log_u = tl.sum(b_q * load_shift(SHIFT, i_h * M + r, D, BD)[None, :], 1) * scale + poison
             if r == 0:
                 first = log_u
                 bound = tl.sum(b_q * b_q, 1) * (0.5 * inverse_variance * LOG2E) - log_u

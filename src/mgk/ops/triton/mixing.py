@@ -44,6 +44,14 @@ def bid(lead, log_w, KEYS_DOWN: tl.constexpr):
 
 
 @triton.jit
+def only_shown(x, shown, MASKED: tl.constexpr):
+    """If MASKED, -inf for pairs that are not `shown`, also where x is NaN."""
+    if MASKED:
+        x = tl.where(shown, x, NEVER)
+    return x
+
+
+@triton.jit
 def exponents(s, scale, log_u, log_w, shown, KEYS_DOWN: tl.constexpr, MASKED: tl.constexpr, M: tl.constexpr):
     """s scale + log_u[i,r] + log_w[j,r] of each component, if MASKED -inf for pairs that are not `shown`.
 
@@ -52,10 +60,7 @@ def exponents(s, scale, log_u, log_w, shown, KEYS_DOWN: tl.constexpr, MASKED: tl
     """
     result = ()
     for r in tl.static_range(M):
-        x = s * scale + bid(log_u[r], log_w[r], KEYS_DOWN)
-        if MASKED:
-            x = tl.where(shown, x, NEVER)
-        result = result + (x,)
+        result = result + (only_shown(s * scale + bid(log_u[r], log_w[r], KEYS_DOWN), shown, MASKED),)
     return result
 
 

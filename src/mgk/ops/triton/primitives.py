@@ -316,9 +316,7 @@ def sees_a_key(p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPA
 
 
 @triton.jit
-def shown_pairs(
-    o_m, o_n, offset, visible, CAUSAL: tl.constexpr, CHECK: tl.constexpr, KEYS_DOWN: tl.constexpr = False
-):
+def shown_pairs(o_m, o_n, offset, visible, CAUSAL: tl.constexpr, CHECK: tl.constexpr, KEYS_DOWN: tl.constexpr = False):
     """Which pairs of a tile take part: by the causal mask, and if CHECK by what is known of the columns."""
     shown = None
     if CAUSAL and KEYS_DOWN:

@@ -46,7 +46,6 @@ from mgk.ops.triton.primitives import (
     zeros_tuple,
 )
 
-
 FOREVER = tl.constexpr(float("inf"))
 
 

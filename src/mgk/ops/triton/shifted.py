@@ -35,6 +35,7 @@ from mgk.ops.triton.mixing import (
     exponents,
     lead_over_second,
     mixed,
+    only_shown,
     second_share,
     weight,
     weight_of,
@@ -116,9 +117,7 @@ def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.c
             best = log_w[0][None, :] + tl.zeros_like(s)
             for r in tl.static_range(1, M):
                 best = tl.maximum(best, bid(rows[r], log_w[r], False))
-            x = s * scale + best
-            if MASKED:
-                x = tl.where(shown, x, NEVER)
+            x = only_shown(s * scale + best, shown, MASKED)
             if C.FIXED:
                 p = tl.exp2(x - m[:, None])
             else:
@@ -275,9 +274,7 @@ def query_step(
         log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, C.BN, M)
         if C.PATH == HARD:
             best, won = best_bid(slope, rows, log_w, False, M)
-            x = s * scale + best
-            if MASKED:
-                x = tl.where(shown, x, NEVER)
+            x = only_shown(s * scale + best, shown, MASKED)
             ds = weight_of(x - lse[:, None], b_k.dtype) * slope
             for r in tl.static_range(1, M):
                 share = tl.where(won == r, ds, 0.0)
@@ -479,9 +476,7 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
             p, ds = e * mix, g * mix
     elif C.PATH == HARD:
         best, won = best_bid(slope, rows, w, True, M)
-        x = s * scale + best
-        if CHECKS:
-            x = tl.where(shown, x, NEVER)
+        x = only_shown(s * scale + best, shown, CHECKS)
         p = weight_of(x - lse[None, :], b_k.dtype)
         ds = p * slope
         if C.NARROW:

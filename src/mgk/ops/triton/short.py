@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.bias import shifted_bias_block
-from mgk.ops.triton.mixing import best_bid, exponents, weight
+from mgk.ops.triton.mixing import best_bid, exponents, only_shown, weight
 from mgk.ops.triton.primitives import (
     ALL,
     COLUMNS,
@@ -200,9 +200,7 @@ def backward_step(
         new_sum = (tl.dot(g, b_c, g_sum[0]),)
     elif C.HARD:  # the first component has what the others leave
         best, won = best_bid(s, load_vectors(p_rows + padded_queries, start, padded_queries, C.BM, M), log_w, True, M)
-        x = s * scale + best
-        if CHECKS:
-            x = tl.where(shown, x, NEVER)
+        x = only_shown(s * scale + best, shown, CHECKS)
         if PATH == FALLBACK:
             x -= load_vector(p_rows, start, C.BM)[None, :]
         total = tl.exp2(x)
@@ -292,7 +290,8 @@ def backward_head(i_bh, tensors, numbers, strides, sizes, PATH: tl.constexpr, C:
     dshift, dprior = zeros_tuple([C.BD], M), zeros_tuple([1], M)
     for i_n in range(0, tl.cdiv(num_keys, C.BN)):
         o_n = i_n * C.BN + tl.arange(0, C.BN)
-        seen, p_k, p_v = load_vector(p_keys, i_n * C.BN, C.BN) == 0, K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+        seen = load_vector(p_keys, i_n * C.BN, C.BN) == 0
+        p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
         b_k = load_rows(p_k, i_n * C.BN, num_keys, skn, seen, C.BN, C.D, C.BD, True, C.KEY_MASK)  # [BN, BD]
         b_v = load_rows(p_v, i_n * C.BN, num_keys, svn, seen, C.BN, C.DV, C.BV, True, C.KEY_MASK)  # [BN, BV]
         w = load_vectors(p_keys + (1 if PATH == FAST else 1 + M) * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
