@@ -73,6 +73,14 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
+def compile_shares() -> None:
+    kernel, constants = hopper.share_kernel, {"M": 2, "SIZE": hopper_common.BLOCK}
+    signature = {"KEYS": "*fp32", "SHARES": "*fp16", "TOPS": "*fp32", "padded_keys": "i32"}
+    places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    source = GluonASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), places)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
 def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool = True) -> Any:
     kernel = getattr(hopper_short, name)
     constants = {
@@ -105,6 +113,8 @@ if __name__ == "__main__":
             memory = max(result.metadata.shared for result in results)
             if memory + 1024 > MEMORY:
                 raise SystemExit(f"{name}, {width} wide: {memory} bytes of shared memory")
+    if "hopper" in sys.argv:
+        compile_shares()
     if "hopper_short" in sys.argv:
         for name, (width, programs) in product(("forward_kernel", "backward_kernel"), ((16, 3), (32, 2))):
             hard = (width == 16) == (name == "forward_kernel")
