@@ -178,8 +178,8 @@ def formula(x: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor]:
     return output, logs.detach()
 
 
-def norm(tensor: Tensor, dim: int = -1) -> Tensor:
-    return tensor.detach().double().norm(dim=dim)
+def norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor.detach().double(), dim=-1)
 
 
 def exponent_error(x: dict[str, Tensor], case: Case) -> Tensor:
