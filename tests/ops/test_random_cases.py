@@ -201,8 +201,8 @@ def moved(logs: Tensor, error: Tensor, dim: int) -> Tensor:
 def call(x: dict[str, Tensor], case: Case) -> Tensor:
     function: Any = mgk.smgk_attention if case.shifted else mgk.mgk_attention
     output: Tensor = function(
-        **{"variance": case.s2, **x}, e_step="hard" if case.hard else "soft", is_causal=case.causal, key_mask=case.key_mask,
-        query_mask=case.query_mask, impl=case.impl,
+        **{"variance": case.s2, **x}, e_step="hard" if case.hard else "soft", is_causal=case.causal,
+        key_mask=case.key_mask, query_mask=case.query_mask, impl=case.impl,
     )  # fmt: skip
     return output
 
