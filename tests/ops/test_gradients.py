@@ -1,16 +1,34 @@
-"""Gradients against finite differences, for every float argument of every form."""
+"""Gradients against finite differences, for every float argument of every form; and those of bad numbers."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import mgk
-from tests.ops.common import E_STEPS, IMPLS, VARIANTS, Case, Inputs, attend, dense_log_weights, gradients, without
+from tests.ops.common import (
+    E_STEPS,
+    IMPLS,
+    VARIANTS,
+    Case,
+    Inputs,
+    assert_close,
+    attend,
+    call,
+    cases,
+    dense_log_weights,
+    gradients,
+    visible,
+    without,
+)
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -95,3 +113,41 @@ def test_parameters_may_be_wider_than_the_activations(impl: str, variant: str) -
         assert grad.dtype == inputs[name].dtype
         assert grad.isfinite().all()
         assert grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("function", [mgk.attention_weights, mgk.responsibilities])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_views_ignore_masked_keys(variant: str, function: Callable[..., Tensor]) -> None:
+    """The dense matrices, and their gradients, which masked NaN would reach as 0 * NaN."""
+    case = Case(variant, masked=True)
+    mask, inputs = case.key_mask(), without(case.inputs(), "value")
+    assert mask is not None
+    assert not mask.all()
+    hidden = ~mask.view(case.B, *[1] * (inputs["key"].dim() - 3), -1, 1)
+    dirty = {**inputs, "key": inputs["key"].detach().masked_fill(hidden, math.nan).requires_grad_()}
+    found, expected = (call(function, x, key_mask=mask) for x in (dirty, inputs))
+    assert_close("view", found, expected, 1e-12)
+    wanted = gradients(expected, inputs)
+    for name, grad in gradients(found, dirty).items():
+        assert_close(name, grad, wanted[name], 1e-10)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(case=cases(), name=st.sampled_from(["query", "key", "value", "shift", "grad"]))
+def test_gradients_show_a_visible_nan(impl: str, case: Case, name: str) -> None:
+    """Every row that sees it has a bad gradient, and so has a key that such a row sees."""
+    inputs, options = case.inputs(), case.options()
+    name = name if name in (*inputs, "grad") else "key"
+    dirty = {each: tensor.detach().clone() for each, tensor in inputs.items()}
+    upstream = torch.randn(case.B, case.H, case.Nq, case.Dv, dtype=torch.float64)
+    target = upstream if name == "grad" else dirty[name]
+    target[(0,) * target.dim()] = math.nan
+    leaves = {each: tensor.requires_grad_() for each, tensor in dirty.items()}
+    seen = visible(inputs, options)[0, 0]  # (Nq,Nk)
+    rows = seen[:, 0] if name in ("key", "value") else seen.any(-1)
+    if name in ("query", "grad"):
+        rows[1:] = False
+    grads = gradients(attend(leaves, impl, **options), leaves, upstream)
+    assert not grads["query"][0, 0, rows].isfinite().all(-1).any()
+    if name != "value":
+        assert not grads["value"][0, 0, (seen & rows[:, None]).any(0)].isfinite().all(-1).any()

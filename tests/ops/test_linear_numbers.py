@@ -5,6 +5,7 @@ B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -303,3 +304,35 @@ def test_a_state_is_small_and_float32_for_half_precision() -> None:
     assert output.dtype == torch.bfloat16
     assert [x.dtype for x in state] == [torch.float32] * 3
     assert [tuple(x.shape) for x in state] == [(2, 2, 24, 3), (2, 2, 24), (2, 2, 24)]
+
+
+@everywhere
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_bad_numbers_show_where_they_are_seen_and_nowhere_else(
+    impl: str, name: str, bad: float, is_causal: bool
+) -> None:
+    """Masked keys hold them, too. A value after a causal row may show there, as 0 * NaN does; see test_random_cases."""
+    arguments = {each: x.detach() for each, x in inputs(Nq=11, Nk=11).items()}
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[:, 3] = False
+    arguments["key"][..., 3, :], arguments["value"][..., 3, :] = bad, bad
+    clean = mlk_attention(**arguments, is_causal=is_causal, key_mask=mask, impl=impl)
+    assert clean.isfinite().all()
+    arguments[name][0, 0, ..., 6, 0] = bad
+    leaves = {each: x.requires_grad_() for each, x in arguments.items()}
+    output = mlk_attention(**leaves, is_causal=is_causal, key_mask=mask, impl=impl)
+    seen = torch.zeros(2, 2, 11, dtype=torch.bool)
+    seen[0, 0, 6 if is_causal or name == "query" else 0 :] = True
+    if name == "query":
+        seen[0, 0, 7:] = False
+    assert not output[seen][:, 0].isfinite().any()
+    rest = torch.tensor([[False, True], [True, True]])[..., None] if name == "value" else ~seen
+    rest = rest.expand_as(seen)
+    agree([output[rest]], [clean[rest]])
+    by_key, by_value = torch.autograd.grad(output.sum(), [leaves["key"], leaves["value"]])
+    assert not by_key[0, 0].isfinite().all()
+    assert by_key[1].isfinite().all()
+    assert (by_key[..., 3, :] == 0).all()
+    assert (by_value[..., 3, :] == 0).all()
