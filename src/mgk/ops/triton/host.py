@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mgk.ops.common import allows_tf32, capability
+
 
 def dense(tensor: Tensor) -> Tensor:
     """Rows must be contiguous; anything else may be strided."""
@@ -15,9 +17,13 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 
 
-def dot_precision() -> str:
-    """Float32 products are exact unless the user allowed TF32 for matrix products."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def dot_precision(tensor: Tensor, tf32: bool = False) -> str:
+    """How products of float32 are computed. Where TF32 is allowed, by PyTorch's settings or here: in TF32; else as
+    three products of TF32, which are nearly as exact as float32. GPUs without TF32 compute in float32, which is much slower.
+    """
+    if (capability(tensor.device) or (0, 0)) < (8, 0):
+        return "ieee"
+    return "tf32" if tf32 or allows_tf32() else "tf32x3"
 
 
 def draw_seed(dropout_p: float, query: Tensor) -> Tensor | None:
