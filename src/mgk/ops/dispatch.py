@@ -77,8 +77,9 @@ class Call:
     @property
     def shape(self) -> Shape:
         """What the size of a tile depends on, where it is not tuned."""
-        keys, widths = self.components if self.family == "projected" else 1, (self.width, self.value_width)
-        return Shape(*map(block_width, widths), keys, self.dtype == "float32", self.capability, self.hip)
+        widths = block_width(self.width), block_width(self.value_width)
+        keys = self.components if self.family == "projected" else 1
+        return Shape(*widths, keys, self.dtype == "float32", self.capability, self.hip)
 
     @property
     def narrow(self) -> bool:

@@ -59,7 +59,7 @@ def shared_memory(capability: tuple[int, int] | None, hip: bool = False) -> int:
 def largest_tile(kind: str, shape: Shape) -> Tile:
     """The first of SIZES that fits into the registers, or needs the fewest, of those that fit into shared memory."""
     limit, tiles = shared_memory(shape.capability, shape.hip), list[Tile]()
-    for least, (outer, inner), warps, stages in product((2, 1), SIZES, (4, 8), (3, 2, 1)):
+    for least, (outer, inner), warps, stages in product((2, 1), SIZES, (4,) if shape.hip else (4, 8), (3, 2, 1)):
         tile = Tile(*((inner, outer) if kind == "key" else (outer, inner)), warps, stages, MAX_REGISTERS)
         if stages >= least and not wasted(outer, warps, shape) and shared_bytes(kind, tile, shape) <= limit:
             tiles.append(tile)

@@ -18,12 +18,14 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 
 
 def dot_precision(tensor: Tensor, tf32: bool = False) -> str:
-    """How products of float32 are computed. Where TF32 is allowed, by PyTorch's settings or here: in TF32; else as
-    three products of TF32, which are nearly as exact as float32. GPUs without TF32 compute in float32, which is much slower.
+    """How products of float32 are computed: in TF32 where it is allowed, by PyTorch's settings or here; else as three
+    products of TF32, nearly as exact as float32; in float32 itself, much slower, on GPUs without TF32.
     """
-    if (capability(tensor.device) or (0, 0)) < (8, 0):
+    gpu = capability(tensor.device)
+    if torch.version.hip or (gpu is not None and gpu < (8, 0)):
         return "ieee"
-    return "tf32" if tf32 or allows_tf32() else "tf32x3"
+    exact = "ieee" if gpu is None else "tf32x3"  # Triton's interpreter computes both alike
+    return "tf32" if tf32 or allows_tf32() else exact
 
 
 def draw_seed(dropout_p: float, query: Tensor) -> Tensor | None:

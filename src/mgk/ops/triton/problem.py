@@ -105,7 +105,8 @@ class Problem:
             family="projected" if self.shift is None else "shifted", dtype=dtype_name(self.query.dtype),
             capability=capability(self.query.device), hip=bool(torch.version.hip), gluon=GLUON,
             queries=self.query.shape[2], keys=self.key.shape[-2], width=self.width, value_width=self.value.shape[-1],
-            components=self.components, hard=self.hard, masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
+            components=self.components, hard=self.hard,
+            masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
             dropout=self.dropout_p > 0, variances=self.variances is not None,
             aligned=GLUON and all(map(is_aligned, (self.query, self.key, self.value, *others))),
         )  # fmt: skip
