@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint unit format demo bench clean
+.PHONY: help setup test lint unit format demo bench cross-compile clean
 
 help:
 	@echo "make test    check lint, format and types, and run all tests"
 	@echo "make demo    check every variant against its formula and train two small models"
 	@echo "make bench   measure what mixture attention gains on this machine"
+	@echo "make cross-compile  compile the kernels for all GPUs, which need not be there"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment and the caches"
 
@@ -45,6 +46,9 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/mgk bench
+
+cross-compile: $(STAMP)
+	$(BIN)/python -m benchmarks.cross_compile
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,7 +1,8 @@
 """Find the fastest tile sizes on this GPU: `python -m benchmarks.tune`. Copy the best into ops/dispatch.py by hand.
 
-Worker processes first compile every candidate. Then a pass is timed with the tile of one kernel replaced and the others
-as in the table, on the same tensors.
+Worker processes first compile every candidate, and leave out those that spill registers or need too much shared memory.
+Then a pass is timed with the tile of one kernel replaced and the others as `mgk.ops.dispatch` chooses them, on the same
+tensors. The tile that it chooses now is always among the candidates and is marked with a star.
 """
 
 from __future__ import annotations
@@ -11,81 +12,70 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.cuda import CASES, graph_milliseconds
-from mgk.ops import dispatch
-from mgk.ops.measure import Case
+from mgk.ops import dispatch, tiles
+from mgk.ops.common import capability
+from mgk.ops.dispatch import PASSES, Call
+from mgk.ops.measure import capture, cuda_milliseconds
+from mgk.ops.tiles import Tile
 from mgk.ops.triton import launch_projected, launch_shifted, operators
 
-Candidate = tuple[int, ...]  # queries, keys, warps, stages, and optionally the most registers per thread
-CANDIDATES: dict[tuple[str, str], dict[int, list[Candidate]]] = {  # by family, kernel and width
-    ("shifted", "short forward"): {
-        16: [(64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 64, 4, 3, 144), (64, 32, 4, 3, 128), (64, 64, 4, 1, 168)],
-    },
-    ("shifted", "short backward"): {
-        16: [(32, 64, 4, 2, 168), (32, 64, 4, 1, 168), (32, 64, 4, 3, 168), (16, 64, 4, 2, 168), (32, 32, 4, 2, 168)],
-    },
-    ("shifted", "forward"): {
-        32: [(128, 64, 4, 3), (128, 64, 4, 3, 168), (64, 128, 4, 2), (64, 64, 4, 3)],
-        64: [(128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3)],
-        128: [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
-    },
-    ("shifted", "query"): {
-        32: [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3)],
-        64: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2)],
-        128: [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)],
-    },
-    ("shifted", "key"): {
-        32: [(32, 64, 4, 3, 128), (64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 64, 4, 2)],
-        64: [(64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2)],
-        128: [(32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 2)],
-    },
-    ("projected", "forward"): {
-        16: [(64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2)],
-        32: [(128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2)],
-        64: [(128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)],
-        128: [(128, 64, 8, 3), (64, 64, 4, 3)],
-    },
-    ("projected", "query"): {
-        16: [(64, 64, 4, 3), (128, 64, 4, 3)],
-        32: [(64, 64, 4, 3), (64, 64, 4, 2)],
-        64: [(64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2)],
-        128: [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)],
-    },
-    ("projected", "key"): {
-        16: [(32, 64, 4, 3), (64, 64, 4, 3)],
-        32: [(64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 3, 168)],
-        64: [(64, 64, 4, 3), (32, 64, 4, 3), (32, 64, 4, 2)],
-        128: [(16, 128, 8, 2), (16, 64, 4, 3), (32, 128, 8, 1)],
-    },
-}
 FAMILIES = ("shifted", "projected")
 
 
-def passes(family: str, hard: bool, case: Case) -> dict[str, Callable[[], Any]]:
-    """Return the forward and the backward pass with half the heads, as functions without arguments."""
-    batch, heads, length, width = case.batch, case.heads // 2, case.length, case.width
+class Problem(NamedTuple):
+    """B batch, H heads, N positions, D width of a head and a value, M components."""
+
+    family: str
+    dtype: str
+    hard: bool
+    width: int
+    components: int
+    batch: int
+    heads: int
+    length: int
+    causal: bool
+
+    @property
+    def label(self) -> str:
+        size = f"B {self.batch} H {self.heads} N {self.length} D {self.width} M {self.components}"
+        return f"{self.family} {'hard' if self.hard else 'soft'} {self.dtype} {size}{' causal' if self.causal else ''}"
+
+    @property
+    def call(self) -> Call:
+        return Call(
+            family=self.family, dtype=self.dtype, capability=capability(torch.device("cuda")), queries=self.length,
+            keys=self.length, width=self.width, value_width=self.width, components=self.components, hard=self.hard,
+        )  # fmt: skip
+
+
+Job = tuple[Problem, str, Tile]
+
+
+def passes(problem: Problem) -> dict[str, Callable[[], Any]]:
+    """Return the forward and the backward pass as functions without arguments."""
+    batch, heads, length, width, components = (
+        problem.batch, problem.heads, problem.length, problem.width, problem.components
+    )  # fmt: skip
 
     def make(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(*size, device="cuda", dtype=getattr(torch, problem.dtype))
 
-    query, value, prior = (
-        make(batch, heads, length, width),
-        make(batch, heads, length, width),
-        torch.zeros(heads, 2, device="cuda"),
-    )
-    if family == "shifted":
-        shift = torch.randn(heads, 2, width, device="cuda")
+    query, value = make(batch, heads, length, width), make(batch, heads, length, width)
+    prior = torch.zeros(heads, components, device="cuda")
+    if problem.family == "shifted":
+        shift = torch.randn(heads, components, width, device="cuda")
         tensors: tuple[Any, ...] = (query, make(batch, heads, length, width), shift, value, prior, *[None] * 4)
         run, run_backward = operators.shifted_forward, operators.shifted_backward
     else:
-        tensors = (query, make(batch, heads, 2, length, width), None, value, prior, *[None] * 5)
+        tensors = (query, make(batch, heads, components, length, width), None, value, prior, *[None] * 5)
         run, run_backward = operators.projected_forward, operators.projected_backward
-    options = width**0.5, hard, case.is_causal, 0.0, 0
+    options = width**0.5, problem.hard, problem.causal, 0.0, 0
     results = run(*tensors, *options)
     grad = torch.randn_like(results[0])
     return {
@@ -94,71 +84,118 @@ def passes(family: str, hard: bool, case: Case) -> dict[str, Callable[[], Any]]:
     }
 
 
-def exchange(family: str, kernel: str, tile: Candidate) -> str:
+def candidates(problem: Problem, kind: str) -> list[Tile]:
+    """Return the tiles that may fit by the estimates of `mgk.ops.dispatch`, which need not be exact."""
+    shape = problem.call.shape
+    limit = tiles.shared_memory(shape.capability, shape.hip)
+    found = [dispatch.choose_tile(problem.family, kind, problem.call)]
+    for outer, inner, warps, stages in product((128, 64, 32, 16), (128, 64, 32, 16), (4, 8), (1, 2, 3)):
+        tile = Tile(*((inner, outer) if kind == "key" else (outer, inner)), warps, stages, tiles.MAX_REGISTERS)
+        fits = tiles.registers(kind, tile, shape) <= 1.7 * tiles.REGISTERS
+        if fits and tiles.shared_bytes(kind, tile, shape) <= 1.2 * limit and tile not in found:
+            found.append(tile)
+    return found
+
+
+def exchange(problem: Problem, kernel: str, tile: Tile) -> str:
     """Let a kernel use this tile, and return the pass that the kernel belongs to."""
     dispatch.override.clear()
-    dispatch.override[family, kernel] = dispatch.Tile(*tile)
+    dispatch.override[problem.family, kernel] = tile
     dispatch.plan.cache_clear()
-    return "forward" if kernel.endswith("forward") else "backward"
+    return "forward" if kernel == "forward" else "backward"
 
 
-def skip_overflowing_heads() -> None:
-    """Skip the launches for heads that would overflow: their kernels would be compiled too, but do nothing."""
+def replace_launch(new: Callable[..., None]) -> None:
+    """Replace the launches of attention kernels, but not of those for heads that would overflow: these are skipped."""
+
+    def fitting(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) -> None:
+        if not any(each.HEADS.value == dispatch.OVERFLOWING for each in args if hasattr(each, "HEADS")):
+            new(kernel, grid, *args, **constants)
+
     for launcher in (launch_shifted, launch_projected):
-        every: Any = vars(launcher)["launch"]
-
-        def fitting(kernel: Any, grid: tuple[int, ...], /, *args: Any, every: Any = every, **constants: Any) -> None:
-            if not any(each.HEADS.value == dispatch.OVERFLOWING for each in args if hasattr(each, "HEADS")):
-                every(kernel, grid, *args, **constants)
-
-        if every.__name__ != "fitting":
-            vars(launcher)["launch"] = fitting
+        vars(launcher)["launch"] = fitting
 
 
-def compile_one(job: tuple[str, bool, Case, str, Candidate]) -> None:
-    """Compile the kernels of a pass with one tile replaced."""
-    family, hard, case, kernel, tile = job
+def spilled(job: Job) -> int | None:
+    """Compile the kernels of a pass with one tile replaced. Return the bytes that one spills; None if it cannot run."""
+    problem, kernel, tile = job
+    most = 0
+
+    def compile_only(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) -> None:
+        nonlocal most
+        compiled = kernel.warmup(*args, grid=grid, **constants)
+        compiled._init_handles()
+        if hasattr(compiled.metadata, "num_warps") and any(hasattr(each, "PATH") for each in args):
+            chosen = next(each for each in args if hasattr(each, "PATH"))
+            if (chosen.BM.value, chosen.BN.value) == (tile.queries, tile.keys):
+                most = max(most, 4 * compiled.n_spills)
+
     try:
-        skip_overflowing_heads()
-        passes(family, hard, case)[exchange(family, kernel, tile)]()
-    except Exception:  # too large for this GPU; the error is reported when it is timed
-        return
+        replace_launch(compile_only)
+        passes(problem._replace(batch=1, heads=1))[exchange(problem, kernel, tile)]()
+    except Exception:  # too large for this GPU
+        return None
+    return most
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.tune", description=__doc__)
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(CASES))), help="indices in cuda.CASES")
+    parser.add_argument("--dtypes", nargs="*", choices=dispatch.TRITON_DTYPES, default=("bfloat16",))
+    parser.add_argument("--widths", nargs="*", type=int, default=(32, 64, 128))
+    parser.add_argument("--components", nargs="*", type=int, default=(2,))
+    parser.add_argument("--passes", nargs="*", choices=PASSES, default=PASSES)
     parser.add_argument("--e-steps", nargs="*", choices=("soft", "hard"), default=("soft",))
+    parser.add_argument("--size", nargs=3, type=int, default=(4, 8, 4096), metavar=("B", "H", "N"))
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--tf32", action="store_true", help="allow TF32 for float32")
+    parser.add_argument("--best", type=int, default=4, help="how many tiles to print")
+    parser.add_argument("--spilled", type=int, default=64, help="bytes per thread that a candidate may spill")
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--output", default="tune.json")
     options = parser.parse_args()
-    groups = [(f, e == "hard", CASES[i]) for f in options.families for e in options.e_steps for i in options.shapes]
-    jobs = [
-        (*group, kernel, tile)
-        for group in groups
-        for (family, kernel), by_width in CANDIDATES.items()
-        if family == group[0]
-        for tile in by_width.get(group[2].width, [])
+    allow(options.tf32)
+    problems = [
+        Problem(family, dtype, step == "hard", width, components, *options.size, options.causal)
+        for family, dtype, step, width, components in product(
+            options.families, options.dtypes, options.e_steps, options.widths, options.components
+        )
     ]
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        pool.map(compile_one, jobs, chunksize=1)
-    skip_overflowing_heads()
-    found: dict[str, list[tuple[float, Candidate]]] = {}
-    for family, hard, case in groups:
-        work = passes(family, hard, case)
-        for (owner, kernel), by_width in CANDIDATES.items():
-            if owner != family or case.width not in by_width:
-                continue
-            times = []
-            for tile in by_width[case.width]:
-                try:
-                    times.append((graph_milliseconds(work[exchange(family, kernel, tile)], 1), tile))
-                except Exception as error:
-                    print(f"{family} {case.label} {kernel} {tile}: {type(error).__name__}", flush=True)
-            title = f"{family} {'hard' if hard else 'soft'} {case.label} {kernel}"
-            found[title] = sorted(times)
-            print(title, "  ".join(f"{time:.4f} {tile}" for time, tile in found[title]), flush=True)
+    jobs = [(each, kind, tile) for each in problems for kind in options.passes for tile in candidates(each, kind)]
+    with multiprocessing.get_context("spawn").Pool(options.processes, allow, (options.tf32,)) as pool:
+        spills = dict(zip(jobs, pool.map(spilled, jobs, chunksize=1), strict=True))
+    replace_launch(launch_shifted.launch)
+    found = {}
+    for problem in problems:
+        work = passes(problem)
+        for kind in options.passes:
+            now, times = dispatch.choose_tile(problem.family, kind, problem.call), []
+            for tile in candidates(problem, kind):
+                bytes_spilled = spills[problem, kind, tile]
+                if tile == now or (bytes_spilled is not None and bytes_spilled <= options.spilled):
+                    times.append((milliseconds(problem, kind, tile, work), tile, bytes_spilled))
+            dispatch.override.clear()
+            found[f"{problem.label} {kind}"] = sorted(times)
+            print(f"{problem.label}, {kind}: {len(times)} of {len(candidates(problem, kind))} tiles fit")
+            for place, (time, tile, bytes_spilled) in enumerate(sorted(times)):
+                if place < options.best or tile == now:
+                    print(
+                        f"  {'*' if tile == now else ' '} {time:9.4f} ms  {tuple(tile)}  {bytes_spilled} bytes spilled"
+                    )
             Path(options.output).write_text(json.dumps(found))
+
+
+def allow(tf32: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+
+
+def milliseconds(problem: Problem, kind: str, tile: Tile, work: dict[str, Callable[[], Any]]) -> float:
+    """Time a pass; a tile that cannot run takes forever."""
+    try:
+        return cuda_milliseconds(capture(work[exchange(problem, kind, tile)]), 1)
+    except Exception as error:
+        print(f"{problem.label} {kind} {tuple(tile)}: {type(error).__name__}", flush=True)
+        return float("inf")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from mgk.ops import dispatch
-from mgk.ops.dispatch import ALL, FITTING, OVERFLOWING, Call, Launch, Plan, Tile, plan
+from mgk.ops import dispatch, tiles
+from mgk.ops.dispatch import ALL, FITTING, OVERFLOWING, Call, Launch, Plan, plan
+from mgk.ops.tiles import Tile
 
-A100, RTX4090, H100, B200 = (8, 0), (8, 9), (9, 0), (10, 0)
+T4, A100, RTX4090, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
+AMD = None
 LONG: dict[str, Any] = {"queries": 4096, "keys": 4096, "width": 64, "value_width": 64}
 
 
@@ -19,23 +21,35 @@ def launches(chosen: Plan) -> list[Launch]:
     return [*chosen.forward, *chosen.query, *chosen.key]
 
 
+def passes(call: Call) -> list[tuple[Launch, ...]]:
+    chosen = plan(call)
+    return [chosen.forward, chosen.query, chosen.key]
+
+
 @pytest.mark.parametrize("family", ["shifted", "projected"])
 def test_every_call_that_the_checks_accept_has_a_plan(family: str) -> None:
     """All widths, lengths, components and features, on all GPUs; a generic launch always has a tile."""
     sizes = product((1, 16, 17, 32, 33, 64, 65, 128, 129, 256), (1, 64, 100, 256), (1, 2, 3, 4, 9), (1, 17, 256, 257))
-    flags = list(product(dispatch.TRITON_DTYPES, (A100, RTX4090, H100, B200), (False, True), (False, True)))
+    gpus = (A100, RTX4090, H100, B200, RTX5090, AMD)
+    flags = list(product(dispatch.TRITON_DTYPES, gpus, (False, True), (False, True)))
     for number, (width, value_width, components, length) in enumerate(sizes):
-        for dtype, capability, hard, masked in flags[number % 2 :: 2]:
+        for dtype, capability, hard, masked in flags[number % 5 :: 5]:
             call = Call(
-                family=family, dtype=dtype, capability=capability, gluon=capability == H100, queries=length,
-                keys=length, width=width, value_width=value_width, components=components, hard=hard, masked=masked,
-                variances=masked and family == "projected",
+                family=family, dtype=dtype, capability=capability, hip=capability is AMD, gluon=capability == H100,
+                queries=length, keys=length, width=width, value_width=value_width, components=components, hard=hard,
+                masked=masked, variances=masked and family == "projected",
             )  # fmt: skip
+            large = components * call.block_width * (4 if dtype == "float32" else 2)
+            if large >= (3072 if call.block_width == 256 else 4096) and family == "projected":
+                continue  # may be more than a GPU has shared memory for, which is an error of its own
             chosen = plan(call)
             assert chosen.implementation == "triton"
             assert launches(chosen)
-            for each in launches(chosen):
-                assert (each.tile is None) == each.kernels.startswith("hopper"), call
+            limit = tiles.shared_memory(capability, capability is AMD)
+            for kind in () if chosen.short else dispatch.PASSES:
+                for each in getattr(chosen, kind):
+                    assert (each.tile is None) == each.kernels.startswith("hopper"), call
+                    assert each.tile is None or tiles.shared_bytes(kind, each.tile, call.shape) <= limit, call
             for step in (chosen.forward, chosen.query, chosen.key):
                 heads = [each.heads for each in step]
                 if heads and not chosen.short and not (family == "projected" and hard):
@@ -53,7 +67,41 @@ def test_an_a100_gets_the_generic_kernels() -> None:
     call = Call(family="shifted", capability=A100, gluon=True, **(LONG | {"width": 128, "value_width": 128}))
     chosen = plan(call)
     assert {each.kernels for each in launches(chosen)} == {"generic"}
-    assert chosen.forward[0].tile == Tile(64, 64, 4, 3)
+    assert chosen.key[0].tile == Tile(64, 64, 8, 3, 255)
+
+
+def test_tiles_follow_the_gpu() -> None:
+    """The table on a Hopper GPU; smaller tiles where a program has less shared memory."""
+    call = Call(family="projected", **(LONG | {"width": 128, "value_width": 128}))
+    chosen = {gpu: [each[0].tile for each in passes(replace(call, capability=gpu))] for gpu in (A100, RTX4090, H100)}
+    assert chosen[H100] == [dispatch.TILES["projected", kind, 128] for kind in dispatch.PASSES]
+    assert chosen[A100] != chosen[H100]
+    for small, large in zip(chosen[RTX4090], chosen[A100], strict=True):
+        assert small.queries * small.keys * small.stages <= large.queries * large.keys * large.stages
+    assert tiles.shared_memory((8, 6)) == tiles.shared_memory((12, 1)) == 99 * 1024  # also GPUs not yet known
+
+
+def test_what_cannot_fit_is_an_error_that_says_so() -> None:
+    call = Call(family="projected", dtype="float32", capability=RTX4090, components=8, **(LONG | {"width": 256}))
+    with pytest.raises(ValueError, match="no tile for 8 components of width 256 in float32 fits into 101,376 bytes"):
+        plan(call)
+
+
+def test_heads_that_would_overflow_get_smaller_inner_tiles() -> None:
+    chosen = plan(Call(family="shifted", capability=H100, **LONG))
+    for fast, rest, inner, outer in (
+        (*chosen.forward, "keys", "queries"), (*chosen.query, "keys", "queries"), (*chosen.key, "queries", "keys")
+    ):  # fmt: skip
+        assert getattr(rest.tile, inner) == getattr(fast.tile, inner) // 2
+        assert getattr(rest.tile, outer) == getattr(fast.tile, outer)  # sums per outer block are shared
+
+
+def test_a_gpu_without_bfloat16_says_so() -> None:
+    name, reason = dispatch.implementation("auto", "cuda", "bfloat16", 64, True, T4)
+    assert (name, reason) == ("reference", "compute capability 7.5 has no bfloat16, which needs 8.0")
+    assert dispatch.implementation("auto", "cuda", "float16", 64, True, T4)[0] == "triton"
+    assert not dispatch.takes_packed("auto", "cuda", "bfloat16", 64, True, T4)
+    assert plan(Call(family="shifted", capability=T4, **LONG)).implementation == "reference"
 
 
 @pytest.mark.parametrize("reason", [{}, {"gluon": False}, {"masked": True}, {"aligned": False}, {"components": 9}])

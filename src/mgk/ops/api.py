@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mgk.ops import arguments as check
 from mgk.ops import blockwise, dispatch, reference
-from mgk.ops.common import compute_dtype, dtype_name, shifted_keys, without_autocast
+from mgk.ops.common import capability, compute_dtype, dtype_name, shifted_keys, without_autocast
 from mgk.ops.dispatch import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def update_components(
 
 def takes_rows(x: Tensor, width: int, impl: str) -> bool:
     """Whether `rows_attention` has kernels for heads of this width, computed from x."""
-    return dispatch.takes_packed(impl, x.device.type, dtype_name(x.dtype), width, HAS_TRITON)
+    return dispatch.takes_packed(impl, x.device.type, dtype_name(x.dtype), width, HAS_TRITON, capability(x.device))
 
 
 def rows_attention(
@@ -300,7 +300,9 @@ def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
     """The module that does the work. Where "auto" is left with the dense formula, it warns once and says why."""
     check.check_choice("impl", impl, IMPLEMENTATIONS)
     width = max(query.shape[-1], value.shape[-1])
-    name, reason = dispatch.implementation(impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON)
+    name, reason = dispatch.implementation(
+        impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON, capability(query.device)
+    )
     if name == "reference" and impl == "auto" and query.device.type != "meta":
         warn_dense(reason)
     if name == "triton":  # loads Triton

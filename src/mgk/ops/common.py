@@ -26,6 +26,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU; None for every other device."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch's settings, old or new, allow TF32 for products of float32 on a GPU."""
+    return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
+
+
 def autocasts(tensor: Tensor) -> bool:
     """Whether autocast is enabled for the tensor's device. The meta device has no autocast."""
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from mgk.ops.tiles import HOPPER, Shape, Tile, block_width, largest_tile, shared_memory
+
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
 TRITON_DTYPES = ("bfloat16", "float16", "float32")
 TRITON_WIDTH = 256
@@ -18,7 +20,7 @@ SHORT = 256  # the longest sequence that one program handles alone
 SUMS = 8  # columns of the smallest matrix product: the components whose sums it can hold
 GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))  # of Triton, that the Hopper kernels were run with
 LONG_SCAN = 1024  # positions above which "auto" prefers fla-core, which scans all chunks at once; not measured
-HOPPER = (9, 0)
+BFLOAT16 = (8, 0)  # the first compute capability with it
 HOPPER_BLOCK = 128
 
 PASSES = ("forward", "query", "key")
@@ -26,16 +28,6 @@ PASSES = ("forward", "query", "key")
 ALL, FITTING, OVERFLOWING = 0, 1, 2
 # How a launch computes: factored exponentials (FAST), right for all numbers (FALLBACK), and the same for a hard E-step.
 FAST, FALLBACK, HARD, FAST_HARD = 0, 1, 2, 3
-
-
-class Tile(NamedTuple):
-    """Block sizes of a generic kernel, and how it is compiled."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None  # a limit per thread, where one more program per multiprocessor pays for it
 
 
 class Launch(NamedTuple):
@@ -61,7 +53,8 @@ class Call:
     family: str  # "shifted" or "projected"
     dtype: str = "bfloat16"
     device: str = "cuda"
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = None  # of an NVIDIA GPU
+    hip: bool = False  # an AMD GPU
     triton: bool = True
     gluon: bool = False
     queries: int
@@ -81,6 +74,13 @@ class Call:
     @property
     def block_width(self) -> int:
         return max(block_width(self.width), block_width(self.value_width))
+
+    @property
+    def shape(self) -> Shape:
+        """What the size of a tile depends on, where it is not tuned."""
+        widths = block_width(self.width), block_width(self.value_width)
+        keys = self.components if self.family == "projected" else 1
+        return Shape(*widths, keys, self.dtype == "float32", self.capability, self.hip)
 
     @property
     def narrow(self) -> bool:
@@ -139,17 +139,26 @@ class Plan:
     key_tile: Tile | None = None
 
 
+def linear_width(capability: tuple[int, int] | None, hip: bool = False) -> int:
+    """How wide heads of linear attention may be: a program keeps the sums of a head, D x Dv numbers."""
+    return 128 if shared_memory(capability, hip) > 128 * 1024 else 64
+
+
 def is_narrow(dtype: str, components: int) -> bool:
     """Whether weights can be mixed in bfloat16 and summed by matrix products."""
     return dtype == "bfloat16" and components <= SUMS
 
 
-def block_width(width: int) -> int:
-    """The width of a block in registers: matrix products need powers of two, and at least 16."""
-    return max(16, 1 << (width - 1).bit_length())
+def lacks(dtype: str, capability: tuple[int, int] | None) -> str:
+    """Why a GPU with this compute capability has no kernels for a dtype; empty where it has them."""
+    if dtype == "bfloat16" and capability is not None and capability < BFLOAT16:
+        return f"compute capability {capability[0]}.{capability[1]} has no bfloat16, which needs 8.0"
+    return ""
 
 
-def implementation(impl: str, device: str, dtype: str, width: int, triton: bool) -> tuple[str, str]:
+def implementation(
+    impl: str, device: str, dtype: str, width: int, triton: bool, capability: tuple[int, int] | None = None
+) -> tuple[str, str]:
     """The implementation that `impl` stands for, and the reason. An implementation that is named is never replaced."""
     if impl != "auto":
         return impl, "asked for by name"
@@ -163,12 +172,16 @@ def implementation(impl: str, device: str, dtype: str, width: int, triton: bool)
         return "reference", f"no Triton kernels for {dtype}"
     if width > TRITON_WIDTH:
         return "reference", f"no Triton kernels for heads wider than {TRITON_WIDTH}"
+    if reason := lacks(dtype, capability):
+        return "reference", reason
     return "triton", "CUDA tensors"
 
 
-def takes_packed(impl: str, device: str, dtype: str, width: int, triton: bool) -> bool:
+def takes_packed(
+    impl: str, device: str, dtype: str, width: int, triton: bool, capability: tuple[int, int] | None = None
+) -> bool:
     """Whether the kernels read packed sequences as they are, for heads of this width."""
-    fits = triton and dtype in TRITON_DTYPES and width <= TRITON_WIDTH
+    fits = triton and dtype in TRITON_DTYPES and width <= TRITON_WIDTH and not lacks(dtype, capability)
     return fits and (impl == "triton" or (impl == "auto" and device == "cuda"))
 
 
@@ -193,7 +206,7 @@ def decodes(queries: int, needs_grad: bool, dropout: bool, query_mask: bool, pac
 def plan(call: Call, impl: str = "auto") -> Plan:
     """Everything that is decided about a call."""
     width = max(call.width, call.value_width)
-    name, reason = implementation(impl, call.device, call.dtype, width, call.triton)
+    name, reason = implementation(impl, call.device, call.dtype, width, call.triton, call.capability)
     if name != "triton":
         return Plan(name, reason)
     if decodes(call.queries, call.needs_grad, call.dropout, False, call.packed):
@@ -263,9 +276,14 @@ def on_hopper(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
 
 
 def tiled(call: Call, kind: str, launch: Launch) -> Launch:
+    """With a tile. Launches for heads that would overflow hold more numbers of a pair: they loop over smaller tiles."""
     if launch.kernels == "hopper":
         return launch
-    return launch._replace(tile=choose_tile(call.family, kind, call))
+    tile = choose_tile(call.family, kind, call)
+    if launch.heads == OVERFLOWING:
+        name = "queries" if kind == "key" else "keys"
+        tile = tile._replace(**{name: max(16, getattr(tile, name) // 2)})
+    return launch._replace(tile=tile)
 
 
 # (family, pass, block width): tile, for half precision; found with `python -m benchmarks.tune` on an H200
@@ -281,7 +299,7 @@ TILES: dict[tuple[str, str, int], Tile] = {
     ("shifted", "key", 16): Tile(32, 64, 4, 3),
     ("shifted", "key", 32): Tile(64, 64, 4, 3, 168),
     ("shifted", "key", 64): Tile(64, 64, 4, 3),
-    ("shifted", "key", 128): Tile(32, 128, 8, 3),
+    ("shifted", "key", 128): Tile(32, 64, 8, 3),
     ("shifted", "short forward", 16): Tile(64, 64, 4, 1, 168),
     ("shifted", "short forward", 32): Tile(64, 64, 4, 3),
     ("shifted", "short backward", 16): Tile(32, 64, 4, 1, 168),
@@ -297,22 +315,20 @@ TILES: dict[tuple[str, str, int], Tile] = {
     ("projected", "key", 16): Tile(32, 64, 4, 3),
     ("projected", "key", 32): Tile(64, 64, 4, 3, 168),
     ("projected", "key", 64): Tile(64, 64, 4, 3),
-    ("projected", "key", 128): Tile(32, 128, 8, 1),
+    ("projected", "key", 128): Tile(32, 64, 8, 2),
 }
 # Tiles that replace the table's while a sweep tries them, by family and pass. Clear `plan`'s cache after a change.
 override: dict[tuple[str, str], Tile] = {}
 
 
 def choose_tile(family: str, kind: str, call: Call) -> Tile:
-    """From the table, or by a rule for wide heads, float32 and many components, which need smaller tiles."""
+    """From the table on the GPU it was found on, else the largest tile that fits into registers and shared memory."""
     if (family, kind) in override:
         return override[family, kind]
-    width, half = call.block_width, call.dtype != "float32"
-    if width > 128 or (not half and width > 64):
-        return Tile(64, 32, 8, 2) if half and call.components <= 2 else Tile(32, 32, 4, 1)
-    if not half or (family == "projected" and call.components > 2):
-        return Tile(64, 32, 4, 2) if kind != "key" else Tile(32, 64, 4, 2)
-    return TILES[family, kind, width]
+    tuned = call.capability in (HOPPER, None) and not call.hip and call.dtype != "float32"
+    if kind.startswith("short") or (tuned and call.block_width <= 128 and call.shape.keys <= 2):
+        return TILES[family, kind, call.block_width]
+    return largest_tile(kind, call.shape)
 
 
 def describe(call: Call, impl: str = "auto") -> list[tuple[str, str]]:

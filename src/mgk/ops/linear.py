@@ -22,7 +22,7 @@ from mgk.ops import arguments as check
 from mgk.ops import dispatch
 from mgk.ops import linear_forms as forms
 from mgk.ops.api import HAS_TRITON
-from mgk.ops.common import dtype_name, without_autocast
+from mgk.ops.common import allows_tf32, capability, dtype_name, without_autocast
 from mgk.ops.dispatch import IMPLEMENTATIONS, LONG_SCAN, TRITON_DTYPES
 from mgk.ops.feature_maps import FeatureMap, check_feature_map, elu
 from mgk.ops.linear_forms import LinearState as LinearState
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 HAS_FLA = importlib.util.find_spec("fla") is not None  # found, not imported
-TRITON_WIDTH = 128  # the kernels keep the sums of a head in registers
 
 
 def mlk_attention(
@@ -61,10 +60,10 @@ def mlk_attention(
         key_mask: bool (B,Nk), True where a key takes part. A query that sees no key gets zeros and zero gradients, and
             so does one that has no feature in common with its keys (`dpfp`).
         impl: "auto"; "reference" (dense weights); "blockwise" (linear in N, forward and backward); or "triton" on CUDA.
-            "triton" runs the kernels of this library for "elu" with widths up to 128 (differentiable once), and
-            otherwise, with a causal mask, the scan of fla-core. Both need Nq = Nk with a causal mask. "auto" prefers
-            fla-core above 1024 positions where TF32 is allowed. If you name an implementation, it is used or raises
-            an error.
+            "triton" runs the kernels of this library for "elu" with widths up to 128 (differentiable once), or
+            64 on GPUs with less than 128 KiB of shared memory, and otherwise, with a causal mask, the scan of fla-core.
+            Both need Nq = Nk with a causal mask. "auto" prefers fla-core above 1024 positions where TF32 is allowed. If
+            you name an implementation, it is used or raises an error.
     """
     query, key, _ = check.check_query_key(query, key, None)
     return _attention(query, key, None, value, log_prior, feature_map, is_causal, key_mask, impl)
@@ -214,7 +213,12 @@ def _single_component(query: object, key: object) -> tuple[Tensor, Tensor]:
 
 def never_waits(width: int, length: int, feature_map: object) -> bool:
     """Whether causal attention on a GPU never synchronises with the host, so that a CUDA graph can capture it."""
-    return HAS_TRITON and feature_map == "elu" and width <= TRITON_WIDTH and not (HAS_FLA and length > LONG_SCAN)
+    return (
+        HAS_TRITON
+        and feature_map == "elu"
+        and width <= dispatch.linear_width(None)
+        and not (HAS_FLA and length > LONG_SCAN)
+    )
 
 
 def takes_rows(x: Tensor, width: int, feature_map: object, impl: str) -> bool:
@@ -227,7 +231,11 @@ def takes_rows(x: Tensor, width: int, feature_map: object, impl: str) -> bool:
 def _gpu_path(query: Tensor, key: Tensor, value: Tensor, phi: FeatureMap, is_causal: bool, impl: str) -> str | None:
     """What computes this on a GPU, see `dispatch.linear_path`. If `impl` is "triton", nothing is an error."""
     obstacle = _kernel_obstacle(query, value, phi, is_causal)
-    fla = is_causal and _fla_obstacle(query, key) is None and (impl == "triton" or _allows_tf32(query.dtype))
+    fla = (
+        is_causal
+        and _fla_obstacle(query, key) is None
+        and (impl == "triton" or query.dtype != torch.float32 or allows_tf32())
+    )
     path = dispatch.linear_path(impl, query.device.type, obstacle is None, fla, query.shape[2])
     if path is None and impl == "triton":
         raise obstacle  # type: ignore[misc]
@@ -251,9 +259,10 @@ def _kernel_obstacle(query: Tensor, value: Tensor, phi: FeatureMap, is_causal: b
     where = "without fla-core" if is_causal else "where is_causal=False"
     if phi is not elu:
         return ValueError(f"impl: 'triton' has only the feature map 'elu' {where}, got {getattr(phi, '__name__', phi)}")
-    if max(query.shape[-1], value.shape[-1]) > TRITON_WIDTH:
+    most = dispatch.linear_width(capability(query.device), bool(torch.version.hip))
+    if max(query.shape[-1], value.shape[-1]) > most:
         return ValueError(
-            f"impl: 'triton' needs head widths D and Dv up to {TRITON_WIDTH} {where}, "
+            f"impl: 'triton' needs head widths D and Dv up to {most} {where}, "
             f"got {query.shape[-1]} and {value.shape[-1]}"
         )
     if not HAS_TRITON:
@@ -269,8 +278,3 @@ def _unequal_lengths(query: Tensor, key: Tensor) -> ValueError | None:
     return ValueError(
         f"impl: 'triton' scans with Nq = Nk where is_causal=True, got Nq = {num_queries}, Nk = {num_keys}"
     )
-
-
-def _allows_tf32(dtype: torch.dtype) -> bool:
-    """Whether fla-core, which multiplies float32 as TF32, is precise enough: float32 needs the user's permission."""
-    return dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"

@@ -17,8 +17,8 @@ import os
 import torch
 from torch import Tensor
 
-from mgk.ops.common import dtype_name
-from mgk.ops.dispatch import TRITON_DTYPES, TRITON_WIDTH, decodes
+from mgk.ops.common import capability, dtype_name
+from mgk.ops.dispatch import TRITON_DTYPES, TRITON_WIDTH, decodes, lacks
 from mgk.ops.triton.host import contiguous, dense, draw_seed
 from mgk.ops.triton.operators import decode_forward, projected_forward, shifted_forward
 from mgk.ops.triton.prior import prior_statistics
@@ -80,6 +80,9 @@ def require_support(query: Tensor, value: Tensor) -> None:
         raise ValueError(f"impl: expected CUDA tensors for 'triton', got {query.device}")
     if dtype_name(query.dtype) not in TRITON_DTYPES:
         raise TypeError(f"query: expected bfloat16, float16 or float32 for impl='triton', got {query.dtype}")
+    if reason := lacks(dtype_name(query.dtype), capability(query.device)):
+        name = torch.cuda.get_device_name(query.device)
+        raise TypeError(f"query: {name}: {reason}: use float16, float32 or impl='reference'")
     if max(query.shape[-1], value.shape[-1]) > TRITON_WIDTH:
         raise ValueError(
             f"query: expected head widths D and Dv up to {TRITON_WIDTH} for impl='triton', "

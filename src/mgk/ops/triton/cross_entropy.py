@@ -179,10 +179,10 @@ def settings(kernel: str, x: Tensor) -> tuple[int, int, dict[str, Any]]:
     """Return the rows and tokens of a tile, as many as fit into the registers, and what a kernel is compiled for."""
     rows, tokens, warps, stages, block = 32, 32, 8, 1, block_width(x.shape[1])  # float32 has no tensor cores
     if x.dtype != torch.float32:
-        wide, warps, stages = block > 128, 4, 3 if kernel == "forward" else 2
+        wide, warps, stages = block > 128, 4, 3 if kernel == "forward" and not torch.version.hip else 2
         rows = 32 if wide and kernel == "tokens" else 64
         tokens = (128 if kernel == "forward" else 64) // (2 if wide and kernel != "tokens" else 1)
-    sizes = constants(E=x.shape[1], BE=block, PRECISION=dot_precision(), BM=rows, BN=tokens)
+    sizes = constants(E=x.shape[1], BE=block, PRECISION=dot_precision(x), BM=rows, BN=tokens)
     return rows, tokens, {"S": sizes, "num_warps": warps, "num_stages": stages}
 
 

@@ -300,7 +300,7 @@ def decode_attention(
     else:
         launch(
             few_queries_kernel, (batch * heads * splits,), *arguments, heads, num_queries, num_keys, splits, split_keys,
-            is_causal, dot_precision(), MAX_DECODE_QUERIES, sizes,
+            is_causal, dot_precision(query), MAX_DECODE_QUERIES, sizes,
             num_warps=WARPS if block_d * key.element_size() < 1024 else 8,
             num_stages=max(1, min(STAGES, 128 * 1024 // tile_bytes)),
         )  # fmt: skip

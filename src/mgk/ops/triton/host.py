@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mgk.ops.common import allows_tf32, capability
+
 
 def dense(tensor: Tensor) -> Tensor:
     """Rows must be contiguous; anything else may be strided."""
@@ -15,9 +17,15 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 
 
-def dot_precision() -> str:
-    """Float32 products are exact unless the user allowed TF32 for matrix products."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def dot_precision(tensor: Tensor, tf32: bool = False) -> str:
+    """How products of float32 are computed: in TF32 where it is allowed, by PyTorch's settings or here; else as three
+    products of TF32, nearly as exact as float32; in float32 itself, much slower, on GPUs without TF32.
+    """
+    gpu = capability(tensor.device)
+    if torch.version.hip or (gpu is not None and gpu < (8, 0)):
+        return "ieee"
+    exact = "ieee" if gpu is None else "tf32x3"  # Triton's interpreter computes both alike
+    return "tf32" if tf32 or allows_tf32() else exact
 
 
 def draw_seed(dropout_p: float, query: Tensor) -> Tensor | None:

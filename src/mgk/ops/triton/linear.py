@@ -405,7 +405,7 @@ def settings(
         D=width, DV=value_width, BD=block_width(width), BV=block_width(value_width), M=num_components(key, shift),
         BN=options.pop("BN"), PRIOR_AXES=0 if log_prior is None else log_prior.dim(),
         # TF32 holds half precision, with three more bits than bfloat16: its errors vanish in the output's rounding.
-        PRECISION=dot_precision() if query.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(query, tf32=query.dtype != torch.float32),
     )  # fmt: skip
     return {"S": sizes, **options}
 

@@ -12,6 +12,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from mgk.ops import dispatch
 
@@ -138,10 +139,16 @@ def load_columns(p_base, start, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return blocks
 
 
+@triton.constexpr_function
+def has_ptx():
+    """Whether kernels may contain instructions of NVIDIA GPUs. The target is known when a kernel is compiled."""
+    return not INTERPRETED.value and is_cuda()
+
+
 @triton.jit
 def larger(x, y):
     """The larger one of two bfloat16, two at a time; Triton's own maximum widens them first."""
-    if INTERPRETED:
+    if not has_ptx():
         result = tl.where(y > x, y, x)
     else:
         result = tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.bfloat16, True, 2)
@@ -151,7 +158,7 @@ def larger(x, y):
 @triton.jit
 def where_larger(x, y, z):
     """z where y is larger than x, else 0, two at a time; x and y of float16, z of bfloat16."""
-    if INTERPRETED:
+    if not has_ptx():
         result = tl.where(y > x, z, 0.0).to(z.dtype)
     else:
         result = tl.inline_asm_elementwise(
@@ -164,7 +171,7 @@ def where_larger(x, y, z):
 @triton.jit
 def multiply_add(x, y, z):
     """x y + z of bfloat16, two at a time; the compiler may pair them the other way round, and turn them back later."""
-    if INTERPRETED:
+    if not has_ptx():
         result = x * y + z
     else:
         result = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], tl.bfloat16, True, 2)
@@ -174,7 +181,7 @@ def multiply_add(x, y, z):
 @triton.jit
 def multiply(x, y):
     """x y of bfloat16, two at a time, as a multiply-add of -0, which every GPU with bfloat16 has."""
-    if INTERPRETED:
+    if not has_ptx():
         result = x * y
     else:
         result = tl.inline_asm_elementwise(
@@ -187,7 +194,7 @@ def multiply(x, y):
 @triton.jit
 def widened(x):
     """As float32; bfloat16 two at a time, in one instruction less."""
-    if INTERPRETED or x.dtype != tl.bfloat16:
+    if not has_ptx() or x.dtype != tl.bfloat16:
         result = x.to(tl.float32)
     else:
         result = tl.inline_asm_elementwise(
@@ -263,7 +270,7 @@ def dropout(
     x = (x ^ (x >> 15)) * factor_of(o_row, KEYS_DOWN)[:, None, None]  # [ROWS, BLOCKS, 4]
     x = x[:, :, None, :, None] * factor_of(o_within, not KEYS_DOWN)[None, None, :, None, :]
     x = tl.reshape(x, [ROWS, WIDTH])
-    if INTERPRETED:
+    if not has_ptx():
         result = tl.where(x >= threshold.to(tl.uint32), inverse_keep, 0.0)
     else:  # the same; LLVM would gather the truth values in words of 64 bits and spread them again
         result = tl.inline_asm_elementwise(

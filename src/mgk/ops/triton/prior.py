@@ -238,7 +238,7 @@ def launch_prior(
         prior_kernel, (triton.cdiv(num_keys, keys) * batch * heads,), query, key, shift, prior, per_component, row,
         as_bytes(key_mask), as_bytes(query_mask), spans(query_mask, key_mask, num_queries, num_keys), total, number,
         query.stride()[:3], key_strides(key), NO_STRIDES if prior is None else prior.stride(), heads, num_queries,
-        num_keys, is_causal, constants(**sizes, BM=queries, BN=keys, PRECISION=dot_precision()), num_stages=2,
+        num_keys, is_causal, constants(**sizes, BM=queries, BN=keys, PRECISION=dot_precision(query)), num_stages=2,
     )  # fmt: skip
 
 

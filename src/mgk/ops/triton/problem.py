@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from mgk.ops import dispatch
-from mgk.ops.common import dtype_name
-from mgk.ops.dispatch import HOPPER, OVERFLOWING, Call, Launch, Plan, Tile, block_width
+from mgk.ops.common import capability, dtype_name
+from mgk.ops.dispatch import HOPPER, OVERFLOWING, Call, Launch, Plan
+from mgk.ops.tiles import Tile, block_width
 from mgk.ops.triton import self_check
 from mgk.ops.triton.bias import prior_positions, spans
 from mgk.ops.triton.host import dot_precision, dropout_numbers, empty_like_layout, lengths
@@ -26,10 +27,6 @@ from mgk.ops.triton.primitives import PAD
 LOG2E = math.log2(math.e)
 CACHE_BYTES = 48 * 2**20  # of an H200's second-level cache
 FEW_PROGRAMS = 264  # for the heads that would overflow, of which there are mostly none
-
-
-def capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +110,9 @@ class Problem:
         gluon = on_hopper and self_check.trusted(family, short, device)
         call = Call(
             family="projected" if self.shared else family, dtype=dtype_name(self.query.dtype),
-            capability=capability(device), gluon=gluon, queries=self.query.shape[2], keys=self.key.shape[-2],
-            width=self.width, value_width=self.value.shape[-1], components=self.components, hard=self.hard,
-            masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
+            capability=capability(device), hip=bool(torch.version.hip), gluon=gluon, queries=self.query.shape[2],
+            keys=self.key.shape[-2], width=self.width, value_width=self.value.shape[-1], components=self.components,
+            hard=self.hard, masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
             dropout=self.dropout_p > 0, variances=self.variances is not None, shared=self.shared,
             aligned=gluon and all(map(is_aligned, (self.query, self.key, self.value, *others))),
         )  # fmt: skip
@@ -139,7 +136,7 @@ class Problem:
             KEY_MASK=self.key_mask is not None, DROPOUT=self.dropout_p > 0, VARIANCES=self.variances is not None,
             SHARED=self.shared,
             EVEN=not self.packed and min(sizes) > 0 and not any(size % PAD.value for size in sizes),
-            PRECISION=dot_precision(), HARD=self.hard, **rest,
+            PRECISION=dot_precision(self.query), HARD=self.hard, **rest,
         )  # fmt: skip
 
     def grid(self, blocks: int, launch: Launch) -> tuple[int]:
@@ -174,7 +171,7 @@ def is_aligned(tensor: Tensor) -> bool:
 def compile_options(launch: Launch) -> dict[str, int]:
     tile = generic(launch.tile)
     result = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return result if tile.registers is None else result | {"maxnreg": tile.registers}
+    return result if tile.registers is None or torch.version.hip else result | {"maxnreg": tile.registers}
 
 
 def generic(tile: Tile | None) -> Tile:
