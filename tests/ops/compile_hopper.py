@@ -49,6 +49,8 @@ def compiled(
     if projected:
         kinds["KEYS"] = "*fp32" if hard else "*bf16"
         kinds["w_desc"] = descriptor(1, other, ROW32, "fp32") if hard else kinds["w_desc"]
+    if name == "query_kernel" and constants.get("SPLIT"):
+        kinds["c_desc"] = descriptor(constants["SUMS"], keys, hopper_common.layout(keys, 2))
     if kind == "fp16":
         kinds = {each: text.replace("bf16", "fp16") for each, text in kinds.items()}
         kinds |= dict.fromkeys(("extra_desc", "top_desc"), descriptor(1, other, ROW32, "fp32"))

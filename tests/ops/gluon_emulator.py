@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mgk.ops import triton as package
 
-NAMES = "hopper_common", "hopper", "hopper_backward", "hopper_projected", "hopper_short"
+NAMES = "hopper_common", "hopper", "hopper_wide", "hopper_backward", "hopper_projected", "hopper_short"
 PATIENCE = 60.0  # seconds until a wait is a deadlock
 
 

@@ -39,7 +39,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
         monkeypatch.setattr(problem, "GLUON", True)
         monkeypatch.setattr(problem, "capability", lambda device: dispatch.HOPPER)
     with strict_memory():
-        yield tuple(getattr(launch_shifted, name, None) or getattr(launch_projected, name) for name in NAMES)
+        found = [getattr(launch_shifted, name, getattr(launch_projected, name, None)) for name in NAMES]
+        yield tuple(module for module in found if hasattr(module, "run"))
 
 
 @pytest.fixture
@@ -95,6 +96,23 @@ def test_values_and_gradients(case: Case, scale: float, variant: str, e_step: st
 def test_widths_between(case: Case, taken: list[str]) -> None:
     """Zeros fill the blocks, whose width is that of the wider one of heads and values."""
     assert_low_precision(case, torch.bfloat16)
+    assert taken == ALL
+
+
+@pytest.mark.parametrize(
+    ("case", "scale"),
+    [
+        (replace(CASE, Nq=200, Nk=331, D=256, Dv=256, prior="position"), 1.0),
+        (replace(CASE, B=2, H=1, Nq=300, Nk=333, D=192, Dv=192, is_causal=True), 1.0),
+        (replace(CASE, H=1, Nq=384, Nk=384, D=192, Dv=256, M=3, is_causal=True, prior="position"), 1.0),
+        (replace(CASE, H=1, Nq=300, Nk=333, D=256, Dv=256, is_causal=True, e_step="hard"), 1.0),
+        (replace(CASE, H=1, Nq=130, Nk=200, D=256, Dv=256), 6.0),
+    ],
+    ids=["256", "192 causal", "192 and 256, 3", "hard", "far"],
+)
+def test_wide_heads(case: Case, scale: float, taken: list[str]) -> None:
+    """One warp group has dv, the other dk."""
+    assert_low_precision(case, torch.bfloat16, scale=scale)
     assert taken == ALL
 
 
