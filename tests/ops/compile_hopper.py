@@ -62,6 +62,14 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
+def compile_shares() -> None:
+    kernel, constants = hopper.share_kernel, {"M": 2, "SIZE": hopper_common.BLOCK}
+    signature = {"KEYS": "*fp32", "SHARES": "*fp16", "TOPS": "*fp32", "padded_keys": "i32"}
+    places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    source = GluonASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), places)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
 def compiled_short(name: str, width: int, hard: bool, causal: bool, even: bool = True) -> Any:
     kernel = getattr(hopper_short, name)
     constants = {
@@ -87,13 +95,15 @@ if __name__ == "__main__":
             if not hasattr(module, name):
                 continue
             hard = (width != 128) == (name == "query_kernel")
-            others = (4, width - 16) if shifted and not hard and width > 32 else ()
+            others = (4, 3 * width // 4) if shifted and not hard and width > 32 else ()
             results = [compiled(module, name, width, hard, hard == shifted, *others)]
             if shifted and width == 64:
                 results.append(compiled(module, name, width, False, hard, kind="fp16"))
             memory = max(result.metadata.shared for result in results)
             if memory + 1024 > MEMORY:
                 raise SystemExit(f"{name}, {width} wide: {memory} bytes of shared memory")
+    if "hopper" in sys.argv:
+        compile_shares()
     if "hopper_short" in sys.argv:
         for name, (width, programs) in product(("forward_kernel", "backward_kernel"), ((16, 3), (32, 2))):
             hard = (width == 16) == (name == "forward_kernel")

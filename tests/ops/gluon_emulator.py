@@ -81,6 +81,10 @@ class Shared:
 
     memory: Tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.memory.shape
+
     def index(self, place: Any) -> Shared:
         return Shared(self.memory[int(place)])
 

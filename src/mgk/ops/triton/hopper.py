@@ -8,9 +8,10 @@ generic kernels.
 
 The copy engine fills tiles of D columns with zeros where heads (of width DK) or values (DV) are narrower.
 
-float16 (not FIXED) has too few exponents to hold w and rho, whose size does not matter, so that they become exponents:
-2^l = 2^(q.k/s2 + top[j] + top[i]) sum_r u_r[i] w_r[j], where the largest u of each query and the largest w of each key
-are 1. With every u at least 2^-FEWEST a sum is at least that and at most M. A head with a smaller one is flagged.
+float16 (not FIXED) has too few exponents for the sizes of w and of rho, which become exponents:
+2^l = 2^(q.k/s2 + top[j] + top[i]) sum_r u_r[i] w_r[j], where the largest w of each key and the largest u of each query
+are 1. If every u is at least LEAST, a sum is between that and M; a head with a smaller one is flagged. The forward
+pass, whose rows have a running maximum, keeps rho in place of u.
 
 Triton's interpreter does not run Gluon: without a GPU the tests run these kernels in an emulation of it.
 """
@@ -39,6 +40,7 @@ from mgk.ops.triton.hopper_common import (
     ROW16,
     ROW32,
     barriers,
+    contraction,
     copy,
     even,
     has_bad_sum,
@@ -48,6 +50,7 @@ from mgk.ops.triton.hopper_common import (
     multiply,
     multiply_add,
     pass_turn,
+    product,
     range_of,
     ring_barriers,
     run,
@@ -76,7 +79,7 @@ SIZES = {
 SPLIT = {("forward_kernel", 256): 2, ("query_kernel", 256): 2}
 
 
-FEWEST = gl.constexpr(2.0**-12)
+LEAST = gl.constexpr(2.0**-12)
 
 
 @gluon.jit
@@ -184,12 +187,8 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     row: gl.constexpr = gl.SliceLayout(1, mma)
     q_half = q_s.reshape([C.BM, D]).slice(part * HALF, HALF, 0)
     o_m = i_m * C.BM + part * HALF + gl.arange(0, HALF, row)
-    bound, base = gl.load(p_rows + o_m), 0.0
-    if C.FIXED:
-        factors = load_rows(p_rows, o_m, padded_queries, M, C.BEST)
-    else:
-        factors, top = load_shares(p_rows, o_m, padded_queries, M)
-        base = top - gl.load(p_rows + (1 + M) * padded_queries + o_m)
+    bound, factors = gl.load(p_rows + o_m), load_rows(p_rows, o_m, padded_queries, M, C.BEST)
+    if not C.FIXED:
         bound = gl.full([HALF], float("-inf"), gl.float32, row)
     rho = down(factors, BN, kind, C.FIRST, M)
     acc = gl.zeros([HALF, D], gl.float32, wide)
@@ -198,7 +197,7 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     o_n = gl.arange(0, BN, gl.SliceLayout(0, mma))
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
-    s = warpgroup_mma(q_half, k_ring.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = product(q_half, k_ring.index(0).reshape([BN, D]), zero, C.K_FIRST, C.K_REST)
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         mix = mixed(rho, across(w_ring, M * stage, mma, BN, M), C.FIRST, M, C.BEST)
@@ -230,10 +229,10 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, wide, 2)), b_v, acc, is_async=True)
         if not C.EARLY:
             sums, acc = warpgroup_mma_wait(0, deps=(sums, acc))
-        s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = product(q_half, b_k, zero, C.K_FIRST, C.K_REST)
         pass_turn(turn, part)
         if C.EARLY:
-            sums, acc = warpgroup_mma_wait(1, deps=(sums, acc))
+            sums, acc = warpgroup_mma_wait(C.UNDER_WAY, deps=(sums, acc))
         mbarrier.arrive(v_empty.index(t % C.VALUES))
     warpgroup_mma_wait(0, deps=(s,))
 
@@ -241,12 +240,14 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     here = gl.convert_layout(total, row)
     bad = has_bad_sum(here, o_m, num_queries, num_keys, C.CAUSAL)
     if not C.FIXED:
+        most = factors[0]
+        for r in gl.static_range(1, M):
+            most = gl.maximum(most, factors[r])
         for r in gl.static_range(M):
-            bad = bad | ((factors[r] >= FEWEST) == 0)
+            bad = bad | ((factors[r] >= LEAST * most) == 0)
     if gl.max(bad.to(gl.int32), 0) > 0:
         gl.store(p_overflow + 1, 1.0)
-    lse = bound + gl.log2(here) + base
-    gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), lse, float("inf")))
+    gl.store(p_rows + o_m, gl.where((here > 0) & (o_m < num_queries), bound + gl.log2(here), float("inf")))
     total = gl.convert_layout(total, gl.SliceLayout(1, wide))
     output = gl.where((total > 0)[:, None], acc / gl.where(total > 0, total, 1.0)[:, None], 0.0)
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
@@ -315,17 +316,21 @@ def settings(
 
     FIRST: the first component whose row factor is not always 1. LINES: how many narrow vectors the key side reads.
     SPLIT: the values have a ring of their own, of VALUES tiles. SUMS: columns of the product that sums over keys.
+    UNDER_WAY: how many products the scores (and slopes) of a tile are.
     """
-    first = int(fixed or components == 1)
+    first = int(fixed or components == 1 or name == "forward_kernel")
     block = max(block_width(width), block_width(value_width))
     other, stages, early = SIZES[name, block]
     split, block_keys = SPLIT.get((name, block)), HALF.value if block > 128 else BLOCK
     queries, keys = (other, block_keys) if name == "key_kernel" else (BLOCK, other)
+    spans = (contraction(width, block), contraction(value_width, block))
+    under_way = sum(1 + (rest > 0) for _, rest in (spans[:1] if name == "forward_kernel" else spans))
     return {
         "BM": queries, "BN": keys, "STAGES": stages, "EARLY": early, "D": block, "DK": width, "DV": value_width,
         "M": components, "BEST": hard, "FIXED": fixed, "FIRST": first, "LINES": 2 if hard else components - first,
+        "K_FIRST": spans[0][0], "K_REST": spans[0][1], "V_FIRST": spans[1][0], "V_REST": spans[1][1],
         "SPLIT": split is not None, "VALUES": split or stages, "SUMS": 8 if split and not hard else COLUMNS.value,
-        "PART": block_width(width) + 1, **others,
+        "UNDER_WAY": under_way, "PART": block_width(width) + 1, **others,
     }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from mgk.ops.triton.hopper_common import (
     load_line,
     multiply,
     pass_turn,
+    product,
     range_of,
     ring_barriers,
     run,
@@ -116,8 +117,8 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     mbarrier.wait(v_full.index(0), 0, pred=count > 0)
     b_k, b_v = k_ring.index(0).reshape([BN, D]), v_ring.index(0).reshape([BN, D])
-    s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    slope = warpgroup_mma(g_half, b_v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = product(q_half, b_k, zero, C.K_FIRST, C.K_REST)
+    slope = product(g_half, b_v, zero, C.V_FIRST, C.V_REST)
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         mix = mixed(narrow_rho, across(w_ring, M * stage, mma, BN, M), FIRST, M, C.BEST)
@@ -145,12 +146,12 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         if not C.EARLY:
             du, dq = warpgroup_mma_wait(0, deps=(du, dq))
         b_k, b_v = k_ring.index(after % C.STAGES).reshape([BN, D]), v_ring.index(after % C.VALUES).reshape([BN, D])
-        s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = product(q_half, b_k, zero, C.K_FIRST, C.K_REST)
         if C.SPLIT:
             mbarrier.wait(v_full.index(after % C.VALUES), after // C.VALUES & 1)
-        slope = warpgroup_mma(g_half, b_v.permute((1, 0)), zero, use_acc=False, is_async=True)
+        slope = product(g_half, b_v, zero, C.V_FIRST, C.V_REST)
         if C.EARLY:
-            du, dq = warpgroup_mma_wait(2, deps=(du, dq))
+            du, dq = warpgroup_mma_wait(C.UNDER_WAY, deps=(du, dq))
         pass_turn(turn, part)
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s, slope))
@@ -294,8 +295,8 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     b_q, b_g = q_ring.index(0).reshape([BM, D]), g_ring.index(0).reshape([BM, D])
-    s = warpgroup_mma(k_half, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    slope = warpgroup_mma(v_half, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = product(k_half, b_q, zero, C.K_FIRST, C.K_REST)
+    slope = product(v_half, b_g, zero, C.V_FIRST, C.V_REST)
     for t in range(count):
         stage, start, after = t % C.STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # after the last one, itself
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
@@ -328,10 +329,10 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         if not C.EARLY:
             dv, dw, dk = warpgroup_mma_wait(0, deps=(dv, dw, dk))
         b_q, b_g = q_ring.index(after % C.STAGES).reshape([BM, D]), g_ring.index(after % C.STAGES).reshape([BM, D])
-        s = warpgroup_mma(k_half, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        slope = warpgroup_mma(v_half, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = product(k_half, b_q, zero, C.K_FIRST, C.K_REST)
+        slope = product(v_half, b_g, zero, C.V_FIRST, C.V_REST)
         if C.EARLY:
-            dv, dw, dk = warpgroup_mma_wait(2, deps=(dv, dw, dk))
+            dv, dw, dk = warpgroup_mma_wait(C.UNDER_WAY, deps=(dv, dw, dk))
         pass_turn(turn, part)
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s, slope))

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mgk.ops.dispatch import block_width
 from mgk.ops.triton.launch import launch
 
 copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.7
@@ -198,6 +199,27 @@ def store_keys(dk, dw, weights, k_block, rest, start, place, C: gl.constexpr):
             gl.store(p_dlw + r * positions + o_r, dlog_w, mask=real)
     p_block = p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :]
     gl.store(p_block, (dk * inverse_variance).to(kind), mask=inside(real, o_d, C.DK, D))
+
+
+@gluon.jit
+def product(a, b, zero, FIRST: gl.constexpr, REST: gl.constexpr):
+    """Products of the rows of a with those of b, under way, over the FIRST and the REST of their columns."""
+    if a.shape[1] == FIRST:
+        s = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        b_first = b.slice(0, FIRST, 1).permute((1, 0))
+        s = warpgroup_mma(a.slice(0, FIRST, 1), b_first, zero, use_acc=False, is_async=True)
+        if REST > 0:
+            s = warpgroup_mma(a.slice(FIRST, REST, 1), b.slice(FIRST, REST, 1).permute((1, 0)), s, is_async=True)
+    return s
+
+
+def contraction(width: int, block: int) -> tuple[int, int]:
+    """FIRST and REST of `product`, so that few of the zeros behind the first `width` columns are multiplied."""
+    if width <= block // 2:
+        return block_width(width), 0
+    rest = [columns for columns in (16, 32, 64) if width <= block // 2 + columns < block]
+    return (block // 2, rest[0]) if rest else (block, 0)
 
 
 def even(query: Tensor, key: Tensor) -> bool:

@@ -20,6 +20,7 @@ from mgk.ops.triton.hopper_common import (
     inside,
     multiply,
     pass_turn,
+    product,
     ring_barriers,
     store_keys,
     take_turn,
@@ -92,7 +93,7 @@ def value_part(shared, handed, rest, C: gl.constexpr):
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     b_q = q_ring.index(0).reshape([BM, D])
-    s = warpgroup_mma(k_all, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = product(k_all, b_q, zero, C.K_FIRST, C.K_REST)
     for t in range(count):
         stage, start, after = t % C.STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # after the last one, itself
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -110,8 +111,8 @@ def value_part(shared, handed, rest, C: gl.constexpr):
         b_q, b_g = q_ring.index(after % C.STAGES).reshape([BM, D]), g_ring.index(stage).reshape([BM, D])
         dv = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, wide, 2)), b_g, dv, is_async=True)
         mbarrier.wait(full.index(after % C.STAGES), after // C.STAGES & 1)
-        s = warpgroup_mma(k_all, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
+        s = product(k_all, b_q, zero, C.K_FIRST, C.K_REST)
+        dv = warpgroup_mma_wait(1 if C.K_REST == 0 else 2, deps=(dv,))
         pass_turn(turn, 0)
         mbarrier.arrive(g_empty.index(stage))
     warpgroup_mma_wait(0, deps=(s,))
@@ -147,7 +148,7 @@ def grad_part(shared, handed, rest, C: gl.constexpr):
     mbarrier.wait(ready, 0)
     mbarrier.wait(g_full.index(0), 0, pred=count > 0)
     b_g = g_ring.index(0).reshape([BM, D])
-    slope = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
+    slope = product(v_all, b_g, zero, C.V_FIRST, C.V_REST)
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         mbarrier.wait(full.index(stage), t // C.STAGES & 1)
@@ -171,8 +172,8 @@ def grad_part(shared, handed, rest, C: gl.constexpr):
         b_q, b_g = q_ring.index(stage).reshape([BM, D]), g_ring.index(after % C.STAGES).reshape([BM, D])
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, wide, 2)), b_q, dk, is_async=True)
         mbarrier.wait(g_full.index(after % C.STAGES), after // C.STAGES & 1)
-        slope = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dw, dk = warpgroup_mma_wait(1, deps=(dw, dk))
+        slope = product(v_all, b_g, zero, C.V_FIRST, C.V_REST)
+        dw, dk = warpgroup_mma_wait(1 if C.V_REST == 0 else 2, deps=(dw, dk))
         pass_turn(turn, 1)
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(slope,))
