@@ -96,6 +96,7 @@ def value_part(shared, handed, rest, C: gl.constexpr):
     s = product(k_all, b_q, zero, C.K_FIRST, C.K_REST)
     for t in range(count):
         stage, start, after = t % C.STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # after the last one, itself
+        mix = mixed(across(n_ring, LINES * stage, mma, BM, M - C.FIRST), w, C.FIRST, M, C.BEST)
         s = warpgroup_mma_wait(0, deps=(s,))
         e = gl.exp2(s * scale - r_ring.index(2 * stage).load(mma)).to(gl.bfloat16)
         if C.CAUSAL:
@@ -104,9 +105,9 @@ def value_part(shared, handed, rest, C: gl.constexpr):
         mbarrier.wait(e_empty.index(t & 1), (t // 2 & 1) ^ 1)
         e_ring.index(t & 1).store(e)
         mbarrier.arrive(e_full.index(t & 1))
-        p = multiply(e, mixed(across(n_ring, LINES * stage, mma, BM, M - C.FIRST), w, C.FIRST, M, C.BEST))
         mbarrier.arrive(empty.index(stage))
         mbarrier.wait(g_full.index(stage), t // C.STAGES & 1)
+        p = multiply(e, mix)
         take_turn(turn, 0, t)
         b_q, b_g = q_ring.index(after % C.STAGES).reshape([BM, D]), g_ring.index(stage).reshape([BM, D])
         dv = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, wide, 2)), b_g, dv, is_async=True)
@@ -152,13 +153,14 @@ def grad_part(shared, handed, rest, C: gl.constexpr):
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         mbarrier.wait(full.index(stage), t // C.STAGES & 1)
+        mix = mixed(across(n_ring, LINES * stage, mma, BM, M - C.FIRST), w, C.FIRST, M, C.BEST)
         mbarrier.wait(e_full.index(t & 1), t // 2 & 1)
+        e = e_ring.index(t & 1).load(mma)
         slope = warpgroup_mma_wait(0, deps=(slope,))
-        mbarrier.arrive(g_empty.index(stage))
-        e = e_ring.index(t & 1).load(mma).to(gl.float32)
-        g = (e * (slope - r_ring.index(2 * stage + 1).load(mma))).to(gl.bfloat16)
         mbarrier.arrive(e_empty.index(t & 1))
-        ds = multiply(g, mixed(across(n_ring, LINES * stage, mma, BM, M - C.FIRST), w, C.FIRST, M, C.BEST))
+        mbarrier.arrive(g_empty.index(stage))
+        g = (e.to(gl.float32) * (slope - r_ring.index(2 * stage + 1).load(mma))).to(gl.bfloat16)
+        ds = multiply(g, mix)
         if C.BEST:
             lead = n_ring.index(2 * stage + 1).load(mma).to(gl.float16, bitcast=True).broadcast_to([HALF, BM])
             g = where_larger(gap, lead, ds)
