@@ -22,8 +22,8 @@ from torch import Tensor
 from mgk.ops import triton as package
 
 NAMES = (
-    "hopper_common", "hopper", "hopper_backward", "hopper_projected_keys", "hopper_projected", "hopper_variances",
-    "hopper_short",
+    "hopper_common", "hopper", "hopper_wide", "hopper_backward", "hopper_projected_keys", "hopper_projected",
+    "hopper_variances", "hopper_short",
 )  # fmt: skip
 PATIENCE = 60.0  # seconds until a wait is a deadlock
 

@@ -101,6 +101,23 @@ def test_widths_between(case: Case, taken: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("case", "scale"),
+    [
+        (replace(CASE, Nq=200, Nk=331, D=256, Dv=256, prior="position"), 1.0),
+        (replace(CASE, B=2, H=1, Nq=300, Nk=333, D=192, Dv=192, is_causal=True), 1.0),
+        (replace(CASE, H=1, Nq=384, Nk=384, D=192, Dv=256, M=3, is_causal=True, prior="position"), 1.0),
+        (replace(CASE, H=1, Nq=300, Nk=333, D=256, Dv=256, is_causal=True, e_step="hard"), 1.0),
+        (replace(CASE, H=1, Nq=130, Nk=200, D=256, Dv=256), 6.0),
+    ],
+    ids=["256", "192 causal", "192 and 256, 3", "hard", "far"],
+)
+def test_wide_heads(case: Case, scale: float, taken: list[str]) -> None:
+    """One warp group has dv, the other dk."""
+    assert_low_precision(case, torch.bfloat16, scale=scale)
+    assert taken == ALL
+
+
+@pytest.mark.parametrize(
     ("case", "kernels"),
     [
         (replace(CASE, M=1, Nq=200, Nk=331, prior="position"), ALL),

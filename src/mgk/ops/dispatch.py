@@ -241,7 +241,8 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
         backward = (fast, rest._replace(narrow=call.hard))
     query = key = backward
     soft_half = call.dtype == "float16" and call.components <= SUMS and not call.hard
-    if call.long_on_hopper and (call.narrow or soft_half) and call.block_width in (64, 128):
+    widths = (64, 128, 256) if call.narrow else (64, 128) if soft_half else ()
+    if call.long_on_hopper and call.block_width in widths:
         forward = on_hopper(forward)
         if backward[0].path != HARD:
             query = key = on_hopper(backward)

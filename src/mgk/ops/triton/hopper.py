@@ -52,6 +52,7 @@ from mgk.ops.triton.hopper_common import (
     pass_turn,
     product,
     range_of,
+    ring_barriers,
     run,
     seen_keys,
     strides,
@@ -72,7 +73,10 @@ SIZES = {
     ("forward_kernel", 64): (128, 5, True), ("forward_kernel", 128): (64, 5, True),
     ("query_kernel", 64): (128, 5, False), ("query_kernel", 128): (64, 4, True),
     ("key_kernel", 32): (128, 4, False), ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
+    ("forward_kernel", 256): (64, 2, False), ("query_kernel", 256): (32, 3, False), ("key_kernel", 256): (64, 2, True),
 }  # fmt: skip
+# The same with a ring of its own for the values, where there is memory for few tiles: what is read first is free first
+SPLIT = {("forward_kernel", 256): 2, ("query_kernel", 256): 2}
 
 
 LEAST = gl.constexpr(2.0**-12)
@@ -142,7 +146,7 @@ def load_keys(loads, shared, where, FORWARD: gl.constexpr, C: gl.constexpr):
     EXTRA: gl.constexpr = 4 if not C.FIXED else 2 if C.BEST and not FORWARD else 0  # bytes of a line of tops, or gaps
     SUMMED: gl.constexpr = M > 1 and not C.BEST and not FORWARD
     q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc = loads
-    q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, _ = shared
+    q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, _, v_full, v_empty = shared
     i_b, i_h, i_bh, i_m, count, padded_keys = where
     mbarrier.expect(ready, (2 if FORWARD else 4) * C.BM * C.D)
     copy(q_desc, [i_b, i_h, i_m * C.BM, 0], ready, q_s)
@@ -152,15 +156,20 @@ def load_keys(loads, shared, where, FORWARD: gl.constexpr, C: gl.constexpr):
         stage, start = t % C.STAGES, t * C.BN
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), (t // C.STAGES & 1) ^ 1)
-        mbarrier.expect(bar, C.BN * (4 * C.D + 2 * M + EXTRA + (2 * COLUMNS if SUMMED else 0)))
+        mbarrier.expect(bar, C.BN * ((2 if C.SPLIT else 4) * C.D + 2 * M + EXTRA + (2 * C.SUMS if SUMMED else 0)))
         copy(k_desc, [i_b, i_h, start, 0], bar, k_ring.index(stage))
-        copy(v_desc, [i_b, i_h, start, 0], bar, v_ring.index(stage))
         for r in gl.static_range(M):
             copy(w_desc, [M * i_bh + r, start], bar, w_ring.index(M * stage + r))
         if EXTRA > 0:
             copy(gap_desc, [i_bh, start], bar, gap_ring.index(stage))
         if SUMMED:
-            copy(c_desc, [i_bh * padded_keys + start, 0], bar, c_ring.index(stage))
+            place = [M * i_bh, start] if C.SPLIT else [i_bh * padded_keys + start, 0]
+            copy(c_desc, place, bar, c_ring.index(stage))
+        v_bar = v_full.index(t % C.VALUES)
+        if C.SPLIT:
+            mbarrier.wait(v_empty.index(t % C.VALUES), (t // C.VALUES & 1) ^ 1)
+            mbarrier.expect(v_bar, 2 * C.BN * C.D)
+        copy(v_desc, [i_b, i_h, start, 0], v_bar, v_ring.index(t % C.VALUES))
 
 
 @gluon.jit
@@ -170,7 +179,7 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     BN: gl.constexpr = C.BN
     M: gl.constexpr = C.M
     kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
-    q_s, _, k_ring, v_ring, c_ring, w_ring, top_ring, full, empty, ready, turn = shared
+    q_s, _, k_ring, v_ring, c_ring, w_ring, top_ring, full, empty, ready, turn, v_full, v_empty = shared
     p_out, p_rows, p_overflow, scale, stride_o, num_queries, num_keys, i_m, whole, count, padded_queries = rest
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -198,6 +207,8 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
             x = x - bound[:, None]
         else:
             x = x + top_ring.index(stage).load(mma)
+        if C.SPLIT:
+            mbarrier.arrive(empty.index(stage))
         if C.CAUSAL or not C.EVEN:
             if t >= whole:
                 seen = seen_keys(o_m, t * BN + o_n, num_queries, num_keys, C.CAUSAL, C.EVEN)
@@ -209,10 +220,12 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, wide))[:, None]
             sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, thin))[:, None]
         p = multiply(gl.exp2(x).to(kind), mix)
+        if C.SPLIT:
+            mbarrier.wait(v_full.index(t % C.VALUES), t // C.VALUES & 1)
         mbarrier.wait(full.index(after % C.STAGES), after // C.STAGES & 1)
         take_turn(turn, part, t)
         sums = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, thin, 2)), c_ring, sums, is_async=True)
-        b_v, b_k = v_ring.index(stage).reshape([BN, D]), k_ring.index(after % C.STAGES).reshape([BN, D])
+        b_v, b_k = v_ring.index(t % C.VALUES).reshape([BN, D]), k_ring.index(after % C.STAGES).reshape([BN, D])
         acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, wide, 2)), b_v, acc, is_async=True)
         if not C.EARLY:
             sums, acc = warpgroup_mma_wait(0, deps=(sums, acc))
@@ -220,7 +233,7 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         pass_turn(turn, part)
         if C.EARLY:
             sums, acc = warpgroup_mma_wait(C.UNDER_WAY, deps=(sums, acc))
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.arrive(v_empty.index(t % C.VALUES))
     warpgroup_mma_wait(0, deps=(s,))
 
     total = gl.sum(sums, 1)  # the other columns are 0
@@ -255,18 +268,21 @@ def forward_kernel(
     i_m, i_b, i_h = gl.cdiv(num_queries, C.BM) - 1 - i_block, i_bh // H, i_bh % H
     q_s = gl.allocate_shared_memory(kind, [1, 1, C.BM, C.D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, C.BN, C.D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, C.BN, C.D], v_desc.layout)
+    v_ring = gl.allocate_shared_memory(kind, [C.VALUES, 1, 1, C.BN, C.D], v_desc.layout)
     w_ring = gl.allocate_shared_memory(kind, [M * STAGES, 1, C.BN], w_desc.layout)
     top_ring, c_ring = w_ring, unit_columns(0, C.BN, kind)
     if not C.FIXED:
         top_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, C.BN], top_desc.layout)
     full, empty, ready, turn = barriers(STAGES)
+    v_full, v_empty = full, empty
+    if C.SPLIT:
+        v_full, v_empty = ring_barriers(C.VALUES)
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, C.BM, C.BN, C.CAUSAL)
     p_rows = ROWS + i_bh.to(gl.int64) * (1 + 2 * M) * padded_queries
     p_out, p_overflow = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh, OVERFLOW + 2 * i_bh
     if gl.load(p_overflow) == 0:
-        shared = (q_s, q_s, k_ring, v_ring, c_ring, w_ring, top_ring, full, empty, ready, turn)
+        shared = (q_s, q_s, k_ring, v_ring, c_ring, w_ring, top_ring, full, empty, ready, turn, v_full, v_empty)
         rest = (p_out, p_rows, p_overflow, scale, son, num_queries, num_keys, i_m, whole, count, padded_queries)
         loads = (q_desc, q_desc, k_desc, v_desc, w_desc, w_desc, top_desc)
         where = (i_b, i_h, i_bh, i_m, count, padded_keys)
@@ -299,18 +315,21 @@ def settings(
     """The compile-time constants C of a kernel, by name.
 
     FIRST: the first component whose row factor is not always 1. LINES: how many narrow vectors the key side reads.
+    SPLIT: the values have a ring of their own, of VALUES tiles. SUMS: columns of the product that sums over keys.
     UNDER_WAY: how many products the scores (and slopes) of a tile are.
     """
     first = int(fixed or components == 1 or name == "forward_kernel")
     block = max(block_width(width), block_width(value_width))
     other, stages, early = SIZES[name, block]
-    queries, keys = (other, BLOCK) if name == "key_kernel" else (BLOCK, other)
+    split, block_keys = SPLIT.get((name, block)), HALF.value if block > 128 else BLOCK
+    queries, keys = (other, block_keys) if name == "key_kernel" else (BLOCK, other)
     spans = (contraction(width, block), contraction(value_width, block))
     under_way = sum(1 + (rest > 0) for _, rest in (spans[:1] if name == "forward_kernel" else spans))
     return {
         "BM": queries, "BN": keys, "STAGES": stages, "EARLY": early, "D": block, "DK": width, "DV": value_width,
         "M": components, "BEST": hard, "FIXED": fixed, "FIRST": first, "LINES": 2 if hard else components - first,
         "K_FIRST": spans[0][0], "K_REST": spans[0][1], "V_FIRST": spans[1][0], "V_REST": spans[1][1],
+        "SPLIT": split is not None, "VALUES": split or stages, "SUMS": 8 if split and not hard else COLUMNS.value,
         "UNDER_WAY": under_way, "PART": block_width(width) + 1, **others,
     }  # fmt: skip
 

@@ -20,6 +20,7 @@ from mgk.ops.triton.hopper_common import (
     COLUMNS,
     COUNTS,
     HALF,
+    NARROW,
     ROW16,
     ROW32,
     barriers,
@@ -34,8 +35,10 @@ from mgk.ops.triton.hopper_common import (
     pass_turn,
     product,
     range_of,
+    ring_barriers,
     run,
     seen_keys,
+    store_keys,
     strides,
     take_turn,
     tiles,
@@ -43,16 +46,12 @@ from mgk.ops.triton.hopper_common import (
     where_larger,
     work_of,
 )
+from mgk.ops.triton.hopper_wide import hand_over, load_wide_queries, wide_key_block
 from mgk.ops.triton.loads import constants
 
 if TYPE_CHECKING:
     from mgk.ops.triton.launch_shifted import Saved
     from mgk.ops.triton.problem import Problem
-
-# Vectors along the queries that the key side reads lie where the other kernels have numbers side by side: LSE, delta,
-# and where a third would be, narrow ones: each rho but the first and, hard, the bits of the lead in float16. Where
-# everything is in float16: each u, and the LSE is less the top.
-NARROW = gl.constexpr(4)
 
 
 @gluon.jit
@@ -73,13 +72,14 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     BN: gl.constexpr = C.BN
     M: gl.constexpr = C.M
     FIRST: gl.constexpr = C.FIRST
+    SUMS: gl.constexpr = C.SUMS
     kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
-    q_s, g_s, k_ring, v_ring, c_ring, w_ring, extra_ring, full, empty, ready, turn = shared
+    q_s, g_s, k_ring, v_ring, c_ring, w_ring, extra_ring, full, empty, ready, turn, v_full, v_empty = shared
     p_shift, p_out, p_rows, p_known, p_narrow, p_row_columns, p_dq, p_part = rest[:8]
     scale, inverse_variance, stride_o, stride_d, num_queries, num_keys, i_m, whole, count, padded_queries = rest[8:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row: gl.constexpr = gl.SliceLayout(1, mma)
     first = i_m * C.BM + part * HALF
@@ -110,11 +110,12 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         store_columns(p_row_columns, o_m, rho, kind, M)
 
     dq = gl.zeros([HALF, D], gl.float32, wide)
-    du = gl.zeros([HALF, COLUMNS], gl.float32, thin)
+    du = gl.zeros([HALF, SUMS], gl.float32, thin)
     zero = gl.zeros([HALF, BN], gl.float32, mma)
     o_n = gl.arange(0, BN, gl.SliceLayout(0, mma))
     narrow_rho = down(rho, BN, kind, FIRST, M)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
+    mbarrier.wait(v_full.index(0), 0, pred=count > 0)
     b_k, b_v = k_ring.index(0).reshape([BN, D]), v_ring.index(0).reshape([BN, D])
     s = product(q_half, b_k, zero, C.K_FIRST, C.K_REST)
     slope = product(g_half, b_v, zero, C.V_FIRST, C.V_REST)
@@ -122,6 +123,8 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         mix = mixed(narrow_rho, across(w_ring, M * stage, mma, BN, M), FIRST, M, C.BEST)
         s, slope = warpgroup_mma_wait(0, deps=(s, slope))
+        if C.SPLIT:
+            mbarrier.arrive(v_empty.index(t % C.VALUES))
         x = s * scale
         if not C.FIXED:
             x = x + extra_ring.index(stage).load(mma)
@@ -137,13 +140,15 @@ def query_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
         take_turn(turn, part, t)
         b_k = k_ring.index(stage).reshape([BN, D])
         if M > 1:
-            b_c = c_ring if C.BEST else c_ring.index(stage)
+            b_c = c_ring if C.BEST else c_ring.index(stage).permute((1, 0)) if C.SPLIT else c_ring.index(stage)
             du = warpgroup_mma(gl.convert_layout(g, gl.DotOperandLayout(0, thin, 2)), b_c, du, is_async=True)
         dq = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, wide, 2)), b_k, dq, is_async=True)
         if not C.EARLY:
             du, dq = warpgroup_mma_wait(0, deps=(du, dq))
-        b_k, b_v = k_ring.index(after % C.STAGES).reshape([BN, D]), v_ring.index(after % C.STAGES).reshape([BN, D])
+        b_k, b_v = k_ring.index(after % C.STAGES).reshape([BN, D]), v_ring.index(after % C.VALUES).reshape([BN, D])
         s = product(q_half, b_k, zero, C.K_FIRST, C.K_REST)
+        if C.SPLIT:
+            mbarrier.wait(v_full.index(after % C.VALUES), after // C.VALUES & 1)
         slope = product(g_half, b_v, zero, C.V_FIRST, C.V_REST)
         if C.EARLY:
             du, dq = warpgroup_mma_wait(C.UNDER_WAY, deps=(du, dq))
@@ -184,7 +189,7 @@ def query_kernel(
     q_s = gl.allocate_shared_memory(kind, [1, 1, C.BM, C.D], q_desc.layout)
     g_s = gl.allocate_shared_memory(kind, [1, 1, C.BM, C.D], g_desc.layout)
     k_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, BN, C.D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, BN, C.D], v_desc.layout)
+    v_ring = gl.allocate_shared_memory(kind, [C.VALUES, 1, 1, BN, C.D], v_desc.layout)
     w_ring = gl.allocate_shared_memory(kind, [M * STAGES, 1, BN], w_desc.layout)
     extra_ring, c_ring = w_ring, w_ring
     if not C.FIXED:
@@ -192,9 +197,14 @@ def query_kernel(
     if C.BEST:
         extra_ring = gl.allocate_shared_memory(gl.float16, [STAGES, 1, BN], extra_desc.layout)
         c_ring = unit_columns(1, BN)
+    elif M > 1 and C.SPLIT:
+        c_ring = gl.allocate_shared_memory(kind, [STAGES, C.SUMS, BN], c_desc.layout)
     elif M > 1:
         c_ring = gl.allocate_shared_memory(kind, [STAGES, BN, COLUMNS], c_desc.layout)
     full, empty, ready, turn = barriers(STAGES)
+    v_full, v_empty = full, empty
+    if C.SPLIT:
+        v_full, v_empty = ring_barriers(C.VALUES)
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, C.BM, BN, C.CAUSAL)
     p_rows, p_known = ROWS + i_g * (1 + 2 * M) * padded_queries, ROW_STATS + i_g * width * padded_queries
@@ -205,7 +215,7 @@ def query_kernel(
     if not C.BEST:
         p_columns += i_g * COLUMNS * padded_queries
     if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
-        shared = (q_s, g_s, k_ring, v_ring, c_ring, w_ring, extra_ring, full, empty, ready, turn)
+        shared = (q_s, g_s, k_ring, v_ring, c_ring, w_ring, extra_ring, full, empty, ready, turn, v_full, v_empty)
         rest = (
             SHIFT + i_h * M * C.DK, p_out, p_rows, p_known, p_narrow, p_columns, p_dq, p_part, scale, inverse_variance,
             son, sdn, num_queries, num_keys, i_m, whole, count, padded_queries,
@@ -257,8 +267,8 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     LINES: gl.constexpr = C.LINES
     kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
     q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, n_ring, full, empty, ready, turn = shared
-    p_shift, p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_k, stride_v = rest[:10]
-    num_queries, num_keys, i_n, first, masked, count, padded_keys, positions = rest[10:]
+    _, p_keys, _, p_dv, _, _, scale, _, _, stride_v = rest[:10]
+    num_queries, num_keys, i_n, first, masked, count, padded_keys, _ = rest[10:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -328,25 +338,25 @@ def key_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     warpgroup_mma_wait(0, deps=(s, slope))
 
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start_n + gl.arange(0, HALF, gl.SliceLayout(1, wide))
-    real = o_r < num_keys
     p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
-    gl.store(p_block, dv.to(kind), mask=inside(real, o_d, C.DV, D))
-    b_k, p_part = k_half.load(wide).to(gl.float32), p_part + (2 * i_n + part) * M * C.PART
-    for r in gl.static_range(M):
-        dlog_w = column_of(dw, r, wide)
-        if not C.BEST:
-            dlog_w = dlog_w * gl.convert_layout(weights[r], gl.SliceLayout(1, wide))
-        elif r == 0:
-            dlog_w = dlog_w - column_of(dw, 1, wide)
-        dlog_w = gl.where(real, dlog_w, 0.0)
-        pull = dlog_w[:, None] * (b_k + load_line(p_shift + r * C.DK, o_d, C.DK, D)[None, :])
-        dk -= pull
-        gl.store(p_part + r * C.PART + o_d, -gl.sum(pull, 0) * inverse_variance, mask=o_d < C.DK)
-        gl.store(p_part + (r * C.PART + C.PART - 1), gl.sum(dlog_w, 0))
-        if C.POSITIONS:
-            gl.store(p_dlw + r * positions + o_r, dlog_w, mask=real)
-    p_block = p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :]
-    gl.store(p_block, (dk * inverse_variance).to(kind), mask=inside(real, o_d, C.DK, D))
+    gl.store(p_block, dv.to(kind), mask=inside(o_r < num_keys, o_d, C.DV, D))
+    store_keys(dk, dw, weights, k_half, rest, start_n, 2 * i_n + part, C)
+
+
+@gluon.jit
+def key_part(part: gl.constexpr, shared, handed, rest, C: gl.constexpr):
+    if C.BN == HALF:
+        wide_key_block(part, shared, handed, rest, C)
+    else:
+        key_block(part, shared, rest, C)
+
+
+@gluon.jit
+def load_part(loads, shared, handed, where, C: gl.constexpr):
+    if C.BN == HALF:
+        load_wide_queries(loads, shared, handed, where, C)
+    else:
+        load_queries(loads, shared, where, C)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -380,6 +390,9 @@ def key_kernel(
         c_ring = unit_columns(0, BM, kind)
         c_other = c_ring
     full, empty, ready, turn = barriers(STAGES)
+    handed = (full, empty)
+    if BN == HALF:
+        handed = hand_over(BM, STAGES)
     fence_async_shared()
     offset, first, masked = num_keys - num_queries, 0, 0
     if C.CAUSAL:
@@ -399,9 +412,9 @@ def key_kernel(
         where = (i_b, i_h, i_bh, i_n, first, count, padded_queries, width)
         gl.warp_specialize(
             [
-                (key_block, (gl.constexpr(0), shared, rest, C)),
-                (key_block, (gl.constexpr(1), shared, rest, C)),
-                (load_queries, (loads, shared, where, C)),
+                (key_part, (gl.constexpr(0), shared, handed, rest, C)),
+                (key_part, (gl.constexpr(1), shared, handed, rest, C)),
+                (load_part, (loads, shared, handed, where, C)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -417,12 +430,14 @@ def query_side(
     size = settings_of(p, "query_kernel", EVEN=even(query, key))
     keys, width = size["BN"], size["D"]
     weights = lines(factors, keys, ROW16)
+    sums = weights
+    if not p.hard:
+        sums = tiles(factors.flatten(0, 1), size["SUMS"], keys) if size["SPLIT"] else columns(key_columns, keys)
     extra = lines(key_columns, keys, ROW16) if p.hard else weights if tops is None else lines(tops, keys, ROW32)
     run(
         query_kernel, query.shape[2], BLOCK, query, tiles(query, BLOCK, width), tiles(grad, BLOCK, width),
-        tiles(key, keys, width), tiles(p.value, keys, width), weights if p.hard else columns(key_columns, keys),
-        weights, extra, p.shift, output, rows, overflow, row_stats, row_stats.view(factors.dtype),
-        factors if row_columns is None else row_columns, grad_query, part,
+        tiles(key, keys, width), tiles(p.value, keys, width), sums, weights, extra, p.shift, output, rows, overflow,
+        row_stats, row_stats.view(factors.dtype), factors if row_columns is None else row_columns, grad_query, part,
         p.numbers[0], 1 / p.variance, *strides(output, grad_query), p.groups, p.section, p.heads, query.shape[2],
         key.shape[2], rows.shape[-1], factors.shape[-1], part.shape[2], row_stats.shape[-1], C=constants(**size),
     )  # fmt: skip
@@ -437,13 +452,13 @@ def key_side(
     _, grad_key, grad_value, grad_bias = grads
     query, key = p.query, p.key
     size = settings_of(p, "key_kernel", POSITIONS=grad_bias.dim() > 1)
-    queries, width = size["BM"], size["D"]
+    queries, block, width = size["BM"], size["BN"], size["D"]
     groups, length, _ = row_stats.shape
     vectors = lines(row_stats.view(groups, -1, length), queries, ROW32)
     narrow = lines(row_stats.view(query.dtype).view(groups, -1, length), queries, ROW16)
     run(
-        key_kernel, key.shape[2], BLOCK, query, tiles(query, queries, width), tiles(grad, queries, width),
-        tiles(key, BLOCK, width), tiles(p.value, BLOCK, width),
+        key_kernel, key.shape[2], block, query, tiles(query, queries, width), tiles(grad, queries, width),
+        tiles(key, block, width), tiles(p.value, block, width),
         vectors if row_columns is None else columns(row_columns, queries), vectors, narrow, p.shift, keys, overflow,
         grad_key, grad_value, grad_bias, part, p.numbers[0], 1 / p.variance, *strides(grad_key, grad_value), groups,
         p.section, p.heads, query.shape[2], key.shape[2], p.positions, length, keys.shape[-1], length // HALF.value,

@@ -19,6 +19,10 @@ HALF = gl.constexpr(64)
 COLUMNS = gl.constexpr(16)
 COUNTS = ("groups", "section", "H", "num_queries", "num_keys", "positions", "query_parts", "parts", "width")
 THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
+# Vectors along the queries that the key side reads lie where the other kernels have numbers side by side: LSE, delta,
+# and where a third would be, narrow ones: each rho but the first and, hard, the bits of the lead in float16. Where
+# everything is in float16: each u, and the LSE is less the top.
+NARROW = gl.constexpr(4)
 ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
 
 
@@ -74,14 +78,21 @@ def work_of(item, blocks, groups, section):
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr):
-    """Barriers: a stage of the ring is full; both warp groups have read it; the block is loaded; whose turn it is."""
+def ring_barriers(STAGES: gl.constexpr):
+    """Barriers: a stage of the ring is full; both warp groups have read it."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    return full, empty
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """Those of a ring; the block is loaded; whose turn it is."""
+    full, empty = ring_barriers(STAGES)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.init(turn.index(0), count=1)
@@ -164,6 +175,33 @@ def load_line(pointer, o_column, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def store_keys(dk, dw, weights, k_block, rest, start, place, C: gl.constexpr):
+    """dk of the keys from `start` on, and their share of dshift and dlog_prior; `rest` is that of a key block."""
+    D: gl.constexpr = C.D
+    M: gl.constexpr = C.M
+    kind: gl.constexpr = gl.bfloat16 if C.FIXED else gl.float16
+    wide: gl.constexpr = dk.type.layout
+    p_shift, _, p_dk, _, p_dlw, p_part, _, inverse_variance, stride_k, _, _, num_keys, _, _, _, _, _, positions = rest
+    o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start + gl.arange(0, HALF, gl.SliceLayout(1, wide))
+    b_k, real, p_part = k_block.load(wide).to(gl.float32), o_r < num_keys, p_part + place * M * C.PART
+    for r in gl.static_range(M):
+        dlog_w = column_of(dw, r, wide)
+        if not C.BEST:
+            dlog_w = dlog_w * gl.convert_layout(weights[r], gl.SliceLayout(1, wide))
+        elif r == 0:
+            dlog_w = dlog_w - column_of(dw, 1, wide)
+        dlog_w = gl.where(real, dlog_w, 0.0)
+        pull = dlog_w[:, None] * (b_k + load_line(p_shift + r * C.DK, o_d, C.DK, D)[None, :])
+        dk -= pull
+        gl.store(p_part + r * C.PART + o_d, -gl.sum(pull, 0) * inverse_variance, mask=o_d < C.DK)
+        gl.store(p_part + (r * C.PART + C.PART - 1), gl.sum(dlog_w, 0))
+        if C.POSITIONS:
+            gl.store(p_dlw + r * positions + o_r, dlog_w, mask=real)
+    p_block = p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :]
+    gl.store(p_block, (dk * inverse_variance).to(kind), mask=inside(real, o_d, C.DK, D))
+
+
+@gluon.jit
 def product(a, b, zero, FIRST: gl.constexpr, REST: gl.constexpr):
     """Products of the rows of a with those of b, under way, over the FIRST and the REST of their columns."""
     if a.shape[1] == FIRST:
@@ -180,7 +218,7 @@ def contraction(width: int, block: int) -> tuple[int, int]:
     """FIRST and REST of `product`, so that few of the zeros behind the first `width` columns are multiplied."""
     if width <= block // 2:
         return block_width(width), 0
-    rest = [columns for columns in (16, 32) if width <= block // 2 + columns < block]
+    rest = [columns for columns in (16, 32, 64) if width <= block // 2 + columns < block]
     return (block // 2, rest[0]) if rest else (block, 0)
 
 

@@ -112,7 +112,9 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
     on_hopper = any(each.kernels == "hopper" for each in plan.key)
     on_queries, on_keys = generic(plan.query_tile), generic(plan.key_tile)
     query_parts, key_parts = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
-    parts = (rows.shape[-1] + keys.shape[-1]) // hopper_common.HALF.value if on_hopper else query_parts + key_parts
+    parts = query_parts + key_parts
+    if on_hopper:
+        parts = max(parts, (rows.shape[-1] + keys.shape[-1]) // hopper_common.HALF.value)
     row_stats = p.empty(p.groups, rows.shape[-1], max(1 << p.components.bit_length(), lanes(on_keys)))
     part = p.empty(batch, p.heads, parts, p.components, block_width(p.width) + 1)
     if p.packed or on_hopper:  # no program writes the parts after a sequence; fallback launches have other block sizes
