@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from multiprocessing.pool import ThreadPool
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from benchmarks import attention, cpu, cuda
+from benchmarks import attention, cpu, cuda, first_call, operators, softmax
+from benchmarks.problems import Problem
 from mgk.ops import measure
 from mgk.ops.measure import Case, Method
 
@@ -106,21 +108,23 @@ def test_a_selection_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cuda, "PARTS", {"growth": dict, "padded": dict})
     monkeypatch.setattr(cpu, "measure", lambda case, rounds: [])
     monkeypatch.setattr(cpu, "table", lambda rows: "")
-    for words in ([], ["--parts", "growth"]):
+    monkeypatch.setattr(cuda, "PROBLEMS", {"operators": cuda.CASES})
+    monkeypatch.setitem(cuda.PARTS, "operators", lambda cases, anchors: [])
+    for words in ([], ["--parts", "growth"], ["--cases", "wide", "--anchors", "flex flash"]):
         attention.main(["--device", "cuda", *words])
     for words in ([], ["--cases", "wikitext"]):
         attention.main(["--device", "cpu", *words])
-    names = {"bench-cuda.json", "bench-cuda-growth.json", "bench-cpu.json", "bench-cpu-wikitext.json"}
-    assert {path.name for path in Path("results").iterdir()} == names
+    names = {"bench-cuda", "bench-cuda-growth", "bench-cuda-wide-flex-flash", "bench-cpu", "bench-cpu-wikitext"}
+    assert {path.stem for path in Path("results").iterdir()} == names
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--device", "cpu", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
-        (["--device", "cpu", "--cases", "nowhere"], "invalid choice: 'nowhere'"),
-        (["--device", "cpu", "--parts", "growth"], "--parts for --device cuda, got --device cpu"),
-        (["--device", "cuda", "--cases", "wikitext"], "--cases is for --device cpu"),
+        (["--device", "cpu", "--cases", "nowhere"], "--cases: expected some of lra-1024"),
+        (["--device", "cuda", "--cases", "lra-1024"], "--cases: expected some of lra-4096"),
+        (["--device", "cpu", "--parts", "growth"], "--parts and --anchors are for --device cuda, got --device cpu"),
         (["--device", "cuda"], "expected a machine with a CUDA GPU"),
     ],
 )
@@ -162,6 +166,12 @@ def test_cases_are_those_the_claims_are_about() -> None:
     assert cpu.CASES["wikitext"].is_causal
 
 
+TINY = (
+    Problem("small", 2, 4, 48, 8, dtype="float32", methods=measure.MIXTURES),
+    Problem("causal", 1, 2, 16, 4, is_causal=True, dtype="float32"),
+)
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the GPU benchmark on the CPU with tiny cases. Every call takes a millisecond."""
@@ -170,37 +180,112 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         work()
         return 1.0
 
-    for name, value in {
-        "DEVICE": "cpu", "DTYPE": torch.float32, "CASES": (SMALL, Case("causal", 1, 2, 16, 4, is_causal=True)),
-        "CACHE": SMALL, "graph_milliseconds": milliseconds, "cuda_milliseconds": milliseconds,
-        "peak_mib": milliseconds,
+    def in_turns(works: dict[str, Callable[[], object]]) -> dict[str, float]:
+        return {name: milliseconds(work) * (2 if "train" in work.__qualname__ else 1) for name, work in works.items()}
+
+    for module, patches in {
+        cuda: {
+            "DEVICE": "cpu", "CASES": TINY, "CACHE": TINY[0], "sdpa_kernel": nullcontext,
+            "graph_milliseconds": milliseconds, "cuda_milliseconds": milliseconds,
+        },
+        operators: {"DEVICE": "cpu", "capture": lambda work: work, "in_turns": in_turns, "peak_mib": milliseconds},
     }.items():  # fmt: skip
-        monkeypatch.setattr(cuda, name, value)
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Pool=ThreadPool))
-    monkeypatch.setattr(torch, "compile", lambda module, fullgraph: module)
+        for name, value in patches.items():
+            monkeypatch.setattr(module, name, value)
+    monkeypatch.setitem(cuda.PARTS, "operators", partial(operators.measure_problems, TINY))
+    monkeypatch.setattr(operators, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
 
 
 def test_the_gpu_benchmark_runs(on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = {method.name: {"output": 3.0 if method.name == "mgk hard" else 1.0} for method in measure.MIXTURES}
-    monkeypatch.setattr(cuda, "sdpa_kernel", nullcontext)
-    monkeypatch.setattr(cuda, "error", lambda case, method, std=1.0: errors[method.name])
+    def error(problem: Problem, method: Method, std: float = 1.0) -> dict[str, float]:
+        return {"output": 3.0 if method.name == "mgk hard" else 1.0}
+
+    monkeypatch.setattr(operators, "error", error)
+    monkeypatch.setattr(cuda, "error", error)
     path = tmp_path / "bench.json"
-    cuda.main([name for name in cuda.PARTS if name != "growth"], path)  # that one is large at any length
+    parts = ["operators", "decode", "numerics", "padded", "m_step", "modules"]  # the others are large
+    cuda.main(parts, path, anchors=["flash", "fa4"])
     found = json.loads(path.read_text())
-    assert {row["method"] for row in found["operators"] if "speedup" not in row} == {"mgk hard"}  # not timed: wrong
+    assert "cudnn" in found["environment"]["versions"]
+    untimed = [row for row in found["operators"] if "speedup" not in row]
+    assert [(row["method"], row["failed"]) for row in untimed] == [
+        ("mgk hard", "error over twice that of eager float32: {'output': 3.0}")
+    ]
     row = found["operators"][0]
-    assert row["shape"] == [2, 4, 48, 8, False]
-    assert row["speedup"] == {"forward": 1.0, "train": 1.0, "eager_train": 1.0}
+    assert (row["case"], row["shape"], row["dtype"]) == ("small", [2, 4, 48, 8, False], "float32")
+    assert row["speedup"] == {"forward": 1.0, "backward": 1.0, "train": 1.0, "eager_train": 1.0}
+    assert row["milliseconds"]["backward"] == 1.0  # 2 ms for both directions, of which 1 is forward
+    assert set(row["baseline"]) == {"flash"}
+    assert row["without"]["fa4"] == "ModuleNotFoundError: No module named 'flash_attn'"
+    assert row["tflops"]["flash"]["train"] == pytest.approx(3.5 * 4 * 2 * 4 * 48**2 * 8 / 2e-3 / 1e12)
     assert found["decode"]["shape"] == [2, 4, 48, 8, True]
     assert set(found["m_step"]) == {"smgk M-step", "smgk forward", "mgk M-step", "mgk forward"}
     assert found["padded"]["speedup"] == 1.0
     assert len(found["numerics"]) == 12
     assert set(found["modules"][0]["speedup"]) == {"eager", "eager, graph", "compiled", "compiled, graph"}
-    assert "| 1, 2, 16, 4 causal |" in path.with_suffix(".md").read_text()
+    text = path.with_suffix(".md").read_text()
+    assert "| 1, 2, 16, 4 causal |" in text
+    assert "small, fa4: ModuleNotFoundError" in text
 
 
-@pytest.mark.parametrize("method", measure.MIXTURES, ids=lambda method: method.name)
+def test_an_anchor_that_raises_or_is_wrong_is_recorded_with_its_reason(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(problem: Problem, inputs: dict[str, Tensor]) -> softmax.Contender:
+        return lambda: inputs["value"] * 1.0, inputs
+
+    monkeypatch.setitem(softmax.ANCHORS, "flex", wrong)
+    dropout = replace(TINY[1], name="dropout", dropout=0.1)
+    rows = operators.measure_problems([TINY[1], dropout], cases=["dropout", "causal"])
+    assert rows[0]["without"]["flex"].startswith("WrongResultError: an error of")
+    assert set(rows[0]["baseline"]) == {"flash"}
+    assert rows[-1]["without"]["fa4"] == "NotImplementedError: FlashAttention-4 has no dropout"
+    assert "support non-zero dropout" in rows[-1]["without"]["flash"]
+    assert operators.measure_problems(TINY, cases=["elsewhere"]) == []
+
+
+FURTHER = (*(Method("smgk", components=count) for count in (1, 3)), Method("mgk", components=4))
+
+
+@pytest.mark.parametrize(
+    "method", [*measure.MIXTURES, *FURTHER, Method("smgk", variances=True)], ids=lambda method: method.name
+)
 def test_the_error_is_relative_to_eager_code_in_the_same_precision(method: Method, on_cpu: None) -> None:
-    found = cuda.error(SMALL, method)
-    assert set(found) == {"output", "query", "key", "value"} | ({"shift"} if method.operator == "smgk" else set())
+    found = operators.error(TINY[0], method)
+    assert {"output", "query", "key", "value"} <= set(found)
+    assert ("shift" in found, "variance" in found) == (method.operator == "smgk", method.variances)
+    found |= operators.error(replace(TINY[0], padded=True), method)
     assert max(found.values()) < 0.1  # float32 on both sides: 1e-4 is added to the error of the eager code
+
+
+def test_half_of_a_padded_batch_is_padding() -> None:
+    problem = Problem("padded", 32, 8, 4096, 32, padded=True)
+    mask = problem.mask("cpu")
+    assert mask is not None
+    assert float(mask.float().mean()) == pytest.approx(0.5, abs=0.05)
+    assert torch.equal(mask.sum(1), problem.lengths)
+    assert problem.pairs == float(problem.lengths.double().square().sum())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")  # on a CPU
+@pytest.mark.parametrize("name", ["flex", "flex flash"])
+def test_flex_attention_agrees_with_sdpa(name: str, on_cpu: None) -> None:
+    for problem in (*TINY, replace(TINY[0], padded=True)):
+        leaves = measure.make_inputs(problem, measure.BASELINE, device="cpu", dtype=torch.float32)
+        inputs = {name: tensor.detach() for name, tensor in leaves.items()}
+        mask = problem.mask("cpu")
+        real = torch.ones(problem.batch, problem.length, dtype=torch.bool) if mask is None else mask
+        anchors = softmax.ANCHORS[name], partial(softmax.sdpa, SDPBackend.MATH)
+        found, expected = (anchor(problem, inputs)[0]().transpose(1, 2)[real] for anchor in anchors)
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_the_first_call_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(operators, "DEVICE", "cpu")
+    monkeypatch.setattr(first_call, "DEVICE", "cpu")
+    monkeypatch.setattr(first_call, "LENGTH", 16)
+    first_call.main("mgk", "hard", "8")
+    assert float(capsys.readouterr().out) > 0
+    monkeypatch.setattr(first_call, "run", lambda job, folder: float(job[2]))
+    assert first_call.compile_times()["smgk soft D=128"] == {"new": 128.0, "cached": 128.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -20,10 +21,10 @@ from tests.ops.triton_env import strict_memory
 
 # isort: split
 from mgk.ops import dispatch
-from mgk.ops.triton import launch_projected, launch_shifted, problem
+from mgk.ops.triton import launch_projected, launch_shifted, problem, self_check
 from tests.ops.gluon_emulator import NAMES, emulated
 
-HERE = problem.GLUON and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HERE = self_check.LOADED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 CASE = Case(variant="smgk", B=1, H=2, M=2, Nq=256, Nk=256, D=64, Dv=64, prior="head", seed=3)
 # The log of an empty sum is infinite on purpose; numpy, which Triton's interpreter computes with, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -36,7 +37,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
         for name, module in zip(NAMES, emulated(), strict=True):
             for launcher in (launch_shifted, launch_projected):
                 monkeypatch.setattr(launcher, name, module, raising=False)
-        monkeypatch.setattr(problem, "GLUON", True)
+        monkeypatch.setattr(self_check, "forced", True)
         monkeypatch.setattr(problem, "capability", lambda device: dispatch.HOPPER)
     with strict_memory():
         found = [getattr(launch_shifted, name, None) or getattr(launch_projected, name, None) for name in NAMES]
@@ -216,3 +217,33 @@ def test_they_compile(module: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("compile_hopper.py")), module]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_newer_triton_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an unknown Triton a small call decides, once per family; a wrong or failing one is reported."""
+    monkeypatch.setattr(self_check, "VERSION", (99, 0))
+    monkeypatch.setattr(self_check, "forced", None)
+    monkeypatch.setattr(self_check, "LOADED", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    calls: list[str] = []
+
+    def outcome(family: str, short: bool, device: torch.device) -> list[torch.Tensor]:
+        calls.append(family)
+        if family == "broken":
+            raise RuntimeError("no such instruction")
+        wrong = family == "wrong" and bool(self_check.forced)
+        return [torch.ones(4), torch.full((4,), float("nan") if wrong else 1.0)]
+
+    monkeypatch.setattr(self_check, "small_call", outcome)
+    self_check.agrees.cache_clear()
+    device = torch.device("cpu")
+    assert self_check.trusted("right", False, device)
+    with pytest.warns(RuntimeWarning, match="gradient 1 of a small call differs by nan"):
+        assert not self_check.trusted("wrong", False, device)
+    with pytest.warns(RuntimeWarning, match="no such instruction"):
+        assert not self_check.trusted("broken", False, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not self_check.trusted("wrong", False, device)
+    assert calls == ["right", "right", "wrong", "wrong", "broken"]
+    self_check.agrees.cache_clear()

@@ -112,13 +112,16 @@ def plans(cases: list[Case], device: str, gpu: str) -> list[str]:
     lines = []
     if capability is not None and triton:
         known = ", ".join(".".join(map(str, each)) for each in dispatch.GLUON_VERSIONS)
-        lines.append(f"Triton {metadata.version('triton')}; the kernels for Hopper GPUs (9.0) run with Triton {known}")
+        lines.append(
+            f"Triton {metadata.version('triton')}; the kernels for Hopper GPUs (9.0) run with Triton {known}, and with "
+            "a newer one if a small call, checked once per process, is right"
+        )
     for case in cases:
         for family, label in (("shifted", "sMGK"), ("projected", "MGK")):
             call = dispatch.Call(
                 family=family, dtype=dtype_name(DTYPES["cuda" if capability else device]),
                 device="cuda" if capability else device, capability=capability, triton=triton or bool(gpu),
-                gluon=version in dispatch.GLUON_VERSIONS, queries=case.length, keys=case.length, width=case.width,
+                gluon=version >= dispatch.GLUON_VERSIONS[0], queries=case.length, keys=case.length, width=case.width,
                 value_width=case.width,
             )  # fmt: skip
             lines.append(f"{label}, {case.label}, {call.dtype}:")

@@ -21,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from mgk.ops import api, graph, reference
 from mgk.ops.common import shifted_keys
 
-COMPONENTS = 2
 DIRECTIONS = ("forward", "forward+backward")
 CHECKED_QUERIES = 1024  # the dense formula for more queries would need too much memory
 NEAR_TIE = 1e-4  # difference of two log-weights: far above float32 rounding, far below what matters
@@ -66,10 +65,16 @@ class Method:
 
     operator: str
     e_step: str = "soft"
+    components: int = 2
+    variances: bool = False  # one learned variance per component
 
     @property
     def name(self) -> str:
-        return self.operator if self.operator == "sdpa" else f"{self.operator} {self.e_step}"
+        """E.g. "smgk soft", "mgk soft M=3" or "smgk soft variances"."""
+        if self.operator == "sdpa":
+            return self.operator
+        components = "" if self.components == 2 else f" M={self.components}"
+        return f"{self.operator} {self.e_step}{components}{' variances' if self.variances else ''}"
 
 
 BASELINE = Method("sdpa")
@@ -90,16 +95,20 @@ def make_inputs(
         return (std * normal(*shape)).to(dtype).requires_grad_()
 
     heads = case.heads if method == BASELINE else case.heads // 2
-    components = (COMPONENTS,) if method.operator == "mgk" else ()
+    components = (method.components,) if method.operator == "mgk" else ()
     inputs = {
         "query": leaf(case.batch, heads, case.length, case.width),
         "key": leaf(case.batch, heads, *components, case.length, case.width),
     }
     if method.operator == "smgk":
-        inputs["shift"] = normal(heads, COMPONENTS, case.width).to(wide).requires_grad_()
+        inputs["shift"] = normal(heads, method.components, case.width).to(wide).requires_grad_()
     inputs["value"] = leaf(case.batch, heads, case.length, case.width)
     if method != BASELINE and method.e_step == "soft":  # the hard E-step does not use the prior
-        inputs["log_prior"] = normal(heads, COMPONENTS).to(wide).log_softmax(-1).requires_grad_()
+        inputs["log_prior"] = normal(heads, method.components).to(wide).log_softmax(-1).requires_grad_()
+    if method.variances:
+        inputs["variance"] = (
+            (case.width**0.5 * (0.1 * normal(heads, method.components)).exp()).to(wide).requires_grad_()
+        )
     return inputs
 
 
@@ -172,7 +181,7 @@ def check(case: Case, method: Method, inputs: dict[str, Tensor], impl: str = "au
 def last(name: str, tensor: Tensor, rows: int) -> Tensor:
     """Return the last head of the last batch element, and only the last rows of queries and outputs."""
     tensor = tensor.detach()[-1:]
-    if name in ("shift", "log_prior"):  # no batch dimension: the first one is the head
+    if name in ("shift", "log_prior", "variance"):  # no batch dimension: the first one is the head
         return tensor
     return tensor[:, -1:, -rows:] if name in ("query", "output") else tensor[:, -1:]
 
@@ -230,10 +239,15 @@ def capture(work: Callable[[], Any]) -> Callable[[], None]:
 
 def cuda_milliseconds(work: Callable[[], Any], rounds: int = 3) -> float:
     """Return the median over rounds of the mean time of a call; a round repeats it for about 25 ms."""
+    return in_turns({"": work}, rounds)[""]
+
+
+def in_turns(works: dict[str, Callable[[], Any]], rounds: int = 3) -> dict[str, float]:
+    """The same for several calls: in every round each has its turn, so that a slower GPU slows all of them."""
     event: Any = torch.cuda.Event
     start, stop = event(enable_timing=True), event(enable_timing=True)
 
-    def mean(count: int) -> float:
+    def mean(work: Callable[[], Any], count: int) -> float:
         start.record()
         for _ in range(count):
             work()
@@ -241,6 +255,10 @@ def cuda_milliseconds(work: Callable[[], Any], rounds: int = 3) -> float:
         torch.cuda.synchronize()
         return float(start.elapsed_time(stop)) / count
 
-    work()
-    count = max(3, min(300, int(25 / max(mean(1), 1e-3))))
-    return statistics.median(mean(count) for _ in range(rounds))
+    def repetitions(work: Callable[[], Any]) -> int:
+        work()
+        return max(3, min(300, int(25 / max(mean(work, 1), 1e-3))))
+
+    counts = {name: repetitions(work) for name, work in works.items()}
+    times = [{name: mean(work, counts[name]) for name, work in works.items()} for _ in range(rounds)]
+    return {name: statistics.median(each[name] for each in times) for name in works}

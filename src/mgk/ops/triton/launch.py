@@ -54,6 +54,9 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) 
     Every launch calls Triton's launch hooks. A launch that is found again skips two checks: Triton's, that the globals
     which the kernel reads have not changed since it was compiled, and the driver's, that it knows each address.
     """
+    constants = {
+        "enable_fp_fusion": True
+    } | constants  # a multiply and an add become one; not the default in all versions
     signature = signature_of(kernel, args, constants)
     values = flatten(args) if signature else []
     tensors = signature.tensors(values) if signature else ()

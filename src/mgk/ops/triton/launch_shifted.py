@@ -19,9 +19,10 @@ from mgk.ops.triton.bias import shifted_bias, side_by_side
 from mgk.ops.triton.host import as_bytes
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.primitives import COLUMNS
-from mgk.ops.triton.problem import GLUON, Problem, compile_options, generic, lanes, padded, strides
+from mgk.ops.triton.problem import Problem, compile_options, generic, lanes, padded, strides
+from mgk.ops.triton.self_check import LOADED
 
-if GLUON:
+if LOADED:
     from mgk.ops.triton import hopper, hopper_common, hopper_short
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # output, rows, keys, factors, overflow

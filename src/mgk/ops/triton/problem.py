@@ -12,20 +12,18 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from mgk.ops import dispatch
 from mgk.ops.common import dtype_name
-from mgk.ops.dispatch import OVERFLOWING, Call, Launch, Plan, Tile, block_width
+from mgk.ops.dispatch import HOPPER, OVERFLOWING, Call, Launch, Plan, Tile, block_width
+from mgk.ops.triton import self_check
 from mgk.ops.triton.bias import prior_positions, spans
 from mgk.ops.triton.host import dot_precision, dropout_numbers, empty_like_layout, lengths
 from mgk.ops.triton.loads import constants
-from mgk.ops.triton.primitives import INTERPRETED, PAD
+from mgk.ops.triton.primitives import PAD
 
 LOG2E = math.log2(math.e)
-VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-GLUON = VERSION in dispatch.GLUON_VERSIONS and not INTERPRETED.value
 CACHE_BYTES = 48 * 2**20  # of an H200's second-level cache
 FEW_PROGRAMS = 264  # for the heads that would overflow, of which there are mostly none
 
@@ -109,13 +107,17 @@ class Problem:
 
     def plan(self, *others: Tensor) -> Plan:
         """What runs. `others` are further tensors that the kernels read in tiles."""
+        family, device = "projected" if self.shift is None or self.shared else "shifted", self.query.device
+        on_hopper = capability(device) == HOPPER
+        short = max(self.query.shape[2], self.key.shape[-2]) <= dispatch.SHORT
+        gluon = on_hopper and self_check.trusted("shared" if self.shared else family, short, device)
         call = Call(
-            family="projected" if self.shift is None or self.shared else "shifted", dtype=dtype_name(self.query.dtype),
-            capability=capability(self.query.device), gluon=GLUON, queries=self.query.shape[2],
-            keys=self.key.shape[-2], width=self.width, value_width=self.value.shape[-1], components=self.components,
-            hard=self.hard, masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
+            family=family, dtype=dtype_name(self.query.dtype), capability=capability(device), gluon=gluon,
+            queries=self.query.shape[2], keys=self.key.shape[-2], width=self.width,
+            value_width=self.value.shape[-1], components=self.components, hard=self.hard,
+            masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
             dropout=self.dropout_p > 0, variances=self.variances is not None, shared=self.shared,
-            aligned=GLUON and all(map(is_aligned, (self.query, self.key, self.value, *others))),
+            aligned=gluon and all(map(is_aligned, (self.query, self.key, self.value, *others))),
         )  # fmt: skip
         return dispatch.plan(call, "triton")
 
