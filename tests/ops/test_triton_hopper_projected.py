@@ -90,3 +90,15 @@ def test_widths_between(case: Case, dtype: torch.dtype, kernels: list[str], take
     """Zeros fill the blocks, whose width is that of the wider one of heads and values."""
     assert_low_precision(case, dtype)
     assert taken == kernels
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(HALF, torch.float16), (replace(VARIANCES, H=1), torch.bfloat16)], ids=["float16", "variances"]
+)
+def test_a_component_that_its_prior_removes(case: Case, dtype: torch.dtype, taken: list[str]) -> None:
+    case = replace(case, Nq=130, Nk=200, is_causal=True, prior="position")
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    inputs["log_prior"][:, 0, ::3] = -torch.inf
+    inputs["log_prior"][:, 1, 100] = -torch.inf
+    assert_near(inputs, case.options(), dtype)
+    assert taken == ALL
