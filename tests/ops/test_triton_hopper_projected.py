@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.ops.common import Case
-from tests.ops.test_triton import assert_low_precision
+from tests.ops.test_triton import assert_low_precision, run
 from tests.ops.test_triton_hopper import ALL, CASE, assert_near, modules, taken
 
 __all__ = ["modules", "taken"]  # fixtures
@@ -101,4 +101,19 @@ def test_a_component_that_its_prior_removes(case: Case, dtype: torch.dtype, take
     inputs["log_prior"][:, 0, ::3] = -torch.inf
     inputs["log_prior"][:, 1, 100] = -torch.inf
     assert_near(inputs, case.options(), dtype)
+    assert taken == ALL
+
+
+def test_variances_far_apart(taken: list[str]) -> None:
+    """The component with the smaller variance has few of the weights and nearly all of the gradient: it must not be
+    what sums over the other one leave.
+    """
+    case = replace(VARIANCES, Nq=130, Nk=200)
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    inputs["variance"] = torch.tensor([[8.0, 2000.0], [1e6, 8.0]])
+    inputs = {name: x.bfloat16() if name in ("query", "key", "value") else x for name, x in inputs.items()}
+    exact = run({name: x.double() for name, x in inputs.items()}, "reference", {})
+    for name, have, want in zip(["output", *inputs], run(inputs, "triton", {}), exact, strict=True):
+        if name != "log_prior":  # whose sum cancels
+            assert float((have - want).norm()) <= 4 * torch.finfo(torch.bfloat16).eps * float(want.norm()), name
     assert taken == ALL
