@@ -21,7 +21,10 @@ from torch import Tensor
 
 from mgk.ops import triton as package
 
-NAMES = "hopper_common", "hopper", "hopper_projected_keys", "hopper_projected", "hopper_variances", "hopper_short"
+NAMES = (
+    "hopper_common", "hopper", "hopper_backward", "hopper_projected_keys", "hopper_projected", "hopper_variances",
+    "hopper_short",
+)  # fmt: skip
 PATIENCE = 60.0  # seconds until a wait is a deadlock
 
 
@@ -80,6 +83,10 @@ class Shared:
     """Shared memory; views share it."""
 
     memory: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.memory.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -252,7 +259,7 @@ def pairwise(function: Any, x: Any, y: Any) -> Block:
 
 
 ASSEMBLY: dict[str, Callable[..., Any]] = {
-    "multiply_add": lambda x, y, z: (x.float() * y.float() + z.float()).to(torch.bfloat16),
+    "multiply_add": lambda x, y, z: (x.float() * y.float() + z.float()).to(x.dtype),
     "multiply": lambda x, y: x * y,
     "larger": torch.maximum,
     "where_larger": lambda x, y, z: torch.where(y > x, z, torch.zeros_like(z)),

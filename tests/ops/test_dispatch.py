@@ -56,7 +56,7 @@ def test_an_a100_gets_the_generic_kernels() -> None:
     assert chosen.forward[0].tile == Tile(64, 64, 4, 3)
 
 
-@pytest.mark.parametrize("reason", [{}, {"gluon": False}, {"masked": True}, {"aligned": False}, {"components": 3}])
+@pytest.mark.parametrize("reason", [{}, {"gluon": False}, {"masked": True}, {"aligned": False}, {"components": 9}])
 def test_hopper_kernels_need_hopper_and_a_plain_call(reason: dict[str, Any]) -> None:
     call = replace(Call(family="shifted", capability=H100, gluon=True, **LONG), **reason)
     assert ("hopper" in {each.kernels for each in launches(plan(call))}) == (not reason)

@@ -278,13 +278,14 @@ def test_masks_say_what_takes_part_and_which_batches_are_longest(batch: int) -> 
     keys[0] = False
     found = spans(queries.to(DEVICE), keys.to(DEVICE), 9, 11)
     assert found is not None
-    for (last_query, last_key, first_key, hole, _), of_queries, of_keys in zip(
+    for (last_query, last_key, first_key, hole, _, masked), of_queries, of_keys in zip(
         found.tolist(), queries.tolist(), keys.tolist(), strict=True
     ):
         assert last_query == max([i + 1 for i, taken in enumerate(of_queries) if taken], default=0)
         assert last_key == max([j + 1 for j, taken in enumerate(of_keys) if taken], default=0)
         assert first_key == min([j for j, taken in enumerate(of_keys) if taken], default=11)
         assert hole == min([j for j, taken in enumerate(of_keys) if not taken], default=11)
+        assert masked == min([i for i, taken in enumerate(of_queries) if not taken], default=9)
     pairs = found[:, 0] * found[:, 1]
     assert found[:, 4].tolist() == torch.argsort(pairs, descending=True, stable=True).tolist()
 

@@ -117,3 +117,15 @@ def test_variances_far_apart(taken: list[str]) -> None:
         if name != "log_prior":  # whose sum cancels
             assert float((have - want).norm()) <= 4 * torch.finfo(torch.bfloat16).eps * float(want.norm()), name
     assert taken == ALL
+
+
+def test_not_a_number_in_float16(taken: list[str]) -> None:
+    """Rows that see it are NaN, as on the other paths; other heads are not touched."""
+    case = replace(HALF, H=2, Nq=130, Nk=200, is_causal=True)
+    inputs = {name: x.detach().half() for name, x in case.inputs(torch.float32).items()}
+    inputs["key"][0, 1, 0, 150, 3] = torch.nan
+    output = run(inputs, "triton", case.options())[0]
+    seen = torch.arange(130) + 70 >= 150
+    assert output[0, 1].isnan().all(-1).equal(seen)
+    assert not output[0, 0].isnan().any()
+    assert taken == ALL

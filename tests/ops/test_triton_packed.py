@@ -281,7 +281,7 @@ def test_sequences_come_longest_first(lengths: tuple[int, ...]) -> None:
     """130: more than one program looks at in one go."""
     found = spans(None, None, 0, 0, ends_of(lengths).to(DEVICE))
     assert found is not None
-    for (last_query, last_key, first_key, first_row, _), length, begin in zip(
+    for (last_query, last_key, first_key, first_row, *_), length, begin in zip(
         found.tolist(), lengths, ends_of(lengths).tolist()[:-1], strict=True
     ):
         assert [last_query, last_key, first_key, first_row] == [length, length, 0, begin]

@@ -38,9 +38,12 @@ def repair_bfloat16() -> None:
         bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
         return interpreter.TensorHandle(bits.reshape(source.data.shape), tl.bfloat16)
 
-    def float_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
-        factors = [rounding_cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (left, right)]
-        return dot(self, *factors, *rest)
+    def float_dot(self: Any, left: Any, right: Any, added: Any, *rest: Any) -> Any:
+        if left.dtype.scalar == tl.float32:
+            return dot(self, left, right, added, *rest)
+        # In float64, so that a product rounds alike in any shape and order, as on a GPU.
+        wide = [rounding_cast(self, x, tl.float32).data.astype(np.float64) for x in (left, right)]
+        return interpreter.TensorHandle((np.matmul(*wide) + added.data).astype(np.float32), added.dtype.scalar)
 
     def float_binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
         if left.dtype.scalar != tl.bfloat16:

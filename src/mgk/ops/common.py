@@ -73,6 +73,11 @@ def zero_masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
     return tensor.masked_fill(~mask.view(mask.shape[0], *[1] * (tensor.dim() - 3), mask.shape[1], 1), 0)
 
 
+def unused(tensor: Tensor) -> Tensor:
+    """Zero, with a gradient of zero rather than None for `tensor`, whatever it holds and whatever arrives."""
+    return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0).sum()
+
+
 def shifted_keys(key: Tensor, shift: Tensor) -> Tensor:
     """k_jr = k_j + b_r: (B,H,Nk,D) and (H,M,D) -> (B,H,M,Nk,D), in the dtype of the computation."""
     dtype = compute_dtype(key.dtype)

@@ -93,16 +93,24 @@ class Call:
         small = self.block_width <= 32 and self.components * self.block_width <= 64
         return self.family == "shifted" and few and small and self.dtype == "bfloat16"
 
-    def on_hopper(self, widths: tuple[int, ...]) -> bool:
-        """Whether a Hopper kernel for these head widths takes the call."""
+    @property
+    def long_on_hopper(self) -> bool:
+        """Whether the Hopper kernels for long sequences could take the call, if they have its width and type."""
+        return self.plain_on_hopper and self.aligned and min(self.queries, self.keys) >= HOPPER_BLOCK
+
+    @property
+    def plain_on_hopper(self) -> bool:
         plain = not (self.masked or self.packed or self.dropout or self.variances)
+        return self.gluon and self.capability == HOPPER and plain
+
+    def on_hopper(self, widths: tuple[int, ...]) -> bool:
+        """Whether a Hopper kernel for two components and these head widths takes the call."""
         fits = self.dtype == "bfloat16" and self.components == 2 and self.width == self.value_width
-        return self.gluon and self.capability == HOPPER and plain and fits and self.width in widths
+        return self.plain_on_hopper and fits and self.width in widths
 
     def wide(self, least: int) -> bool:
         """Whether the Hopper kernels for long sequences take the call, with heads at least so wide."""
-        long = self.aligned and min(self.queries, self.keys) >= HOPPER_BLOCK
-        return long and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
+        return self.long_on_hopper and self.on_hopper(tuple(width for width in (32, 64, 128) if width >= least))
 
     def projects_on_hopper(self, least: int) -> bool:
         """Whether the Hopper kernels for projected keys take the call, with blocks at least so wide."""
@@ -219,12 +227,14 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
         fast = Launch("generic", FITTING, FAST_HARD if call.hard else FAST, narrow=call.narrow)
         backward = (fast, rest._replace(narrow=call.hard))
     query = key = backward
-    if call.wide(64):
+    soft_half = call.dtype == "float16" and call.components <= SUMS and not call.hard
+    if call.long_on_hopper and (call.narrow or soft_half) and call.block_width in (64, 128):
         forward = on_hopper(forward)
-    if call.wide(32):  # the query pass of narrower heads is faster in Triton
-        key = on_hopper(backward)
-        vectors = (backward[0]._replace(as_vectors=True), *backward[1:])
-        query = on_hopper(backward) if call.width > 32 else vectors
+        if backward[0].path != HARD:
+            query = key = on_hopper(backward)
+    elif call.long_on_hopper and call.narrow and call.block_width == 32 and call.components == 2:
+        key = on_hopper(backward)  # the other passes are faster in Triton
+        query = (backward[0]._replace(as_vectors=True), *backward[1:])
     return {"forward": forward, "query": query, "key": key}
 
 
@@ -240,6 +250,10 @@ def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
     )
     if call.narrow and not call.hard and (not call.variances or call.shares_on_hopper()):
         backward = (Launch("generic", FITTING, FAST, narrow=True), Launch("generic", OVERFLOWING, path))
+    if not fixed:  # sums of the heads that the Hopper kernels leave to the fallback path are not numbers
+        split = (Launch("generic", FITTING, path), Launch("generic", OVERFLOWING, path))
+        forward = split if call.projects_on_hopper(32) else forward
+        backward = split if call.projects_on_hopper(64) and not call.hard else backward
     if call.projects_on_hopper(32) or call.shares_on_hopper():
         forward = on_hopper(forward)
     if call.projects_on_hopper(32 if call.hard else 64) or call.shares_on_hopper():

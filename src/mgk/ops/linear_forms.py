@@ -61,7 +61,9 @@ def prepare(
     dtype = compute_dtype(query.dtype)
     key, value = zero_masked(key, mask), zero_masked(value, mask)
     key = key.to(dtype) if shift is None else shifted_keys(key, shift)
-    queries, keys = (apply_feature_map(phi, x) for x in (query.to(dtype)[:, :, None], key))
+    # An infinity counts as NaN: the feature of minus infinity would be zero, and nobody would see it.
+    query, key = (x.masked_fill(x.isinf(), torch.nan) for x in (query.to(dtype)[:, :, None], key))
+    queries, keys = apply_feature_map(phi, query), apply_feature_map(phi, key)
     if phi is dpfp and (with_state or may_underflow(add_prior(keys.exponent[..., :1], prior))):
         queries, keys = remove_zeros(queries), remove_zeros(keys)  # only if needed: exp(-inf) is slow on a CPU
     return mix(queries, None, None), mix(keys, prior, mask), pad(value.to(dtype), (0, 1), value=1.0)
@@ -100,11 +102,14 @@ def mix(features: ScaledFeatures, log_prior: Tensor | None, key_mask: Tensor | N
 
 
 def key_scale(exponent: Tensor) -> Tensor:
-    """c_f: the largest exponent of the keys, (..., N, F) -> (..., 1, F). Finite, so that differences are numbers."""
+    """c_f: the largest exponent of the keys, (..., N, F) -> (..., 1, F). Finite, so that differences are numbers.
+
+    NaN of one key must not reach queries that do not see it.
+    """
     floor = torch.finfo(exponent.dtype).min / 4
     if not exponent.shape[-2]:
         return exponent.new_full((*exponent.shape[:-2], 1, exponent.shape[-1]), floor)
-    return exponent.amax(-2, keepdim=True).clamp(min=floor)
+    return exponent.nan_to_num(nan=floor, posinf=torch.inf, neginf=-torch.inf).amax(-2, keepdim=True).clamp(min=floor)
 
 
 def query_scale(exponent: Tensor) -> Tensor:

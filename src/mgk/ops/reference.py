@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.common import Variance, compute_dtype, shifted_keys, zero_masked
+from mgk.ops.common import Variance, compute_dtype, shifted_keys, unused, zero_masked
 
 
 def visible_pairs(
@@ -27,6 +27,14 @@ def visible_pairs(
     if query_mask is not None:
         visible = visible & query_mask[:, None, :, None]
     return visible
+
+
+def zero_unseen(query: Tensor, key: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero the queries (B,H,Nq,D) and keys (B,H,M,Nk,D) of no visible pair: NaN there must not reach a gradient."""
+    return (
+        query.masked_fill(~visible.any(-1)[..., None], 0),
+        key.masked_fill(~visible.any(-2)[:, :, None, :, None], 0),
+    )
 
 
 def log_weights(query: Tensor, key: Tensor, log_prior: Tensor | None, variance: Variance) -> Tensor:
@@ -54,12 +62,13 @@ def attention_weights(
     visible: Tensor,
 ) -> Tensor:
     """A[i,j] of Eqn 9 (soft: the sum over components) or Eqn 12 (hard: the maximum, without the prior)."""
+    query, key = zero_unseen(query, key, visible)
     if e_step == "soft":
         logits = log_weights(query, key, log_prior, variance)
     else:
         logits = log_weights(query, key, None, variance).max(dim=2, keepdim=True).values
-        if log_prior is not None:  # the prior is not used: its gradient is zero rather than None
-            logits = logits + 0 * log_prior.masked_fill(log_prior.isinf(), 0).sum()
+        if log_prior is not None:
+            logits = logits + unused(log_prior)
     logits = logits.masked_fill(~visible[:, :, None], -torch.inf)
     if logits.shape[-1] == 0:  # no keys
         return logits.sum(2)
@@ -75,7 +84,7 @@ def responsibilities(
     query: Tensor, key: Tensor, log_prior: Tensor | None, variance: Variance, visible: Tensor
 ) -> Tensor:
     """gamma[i,j,r] of Eqn 11, normalised over r alone; zero for pairs that are not visible: (B,H,M,Nq,Nk)."""
-    logits = log_weights(query, key, log_prior, variance)
+    logits = log_weights(*zero_unseen(query, key, visible), log_prior, variance)
     logits = logits.masked_fill(~visible[:, :, None], -torch.inf)
     largest = logits.detach().amax(2, keepdim=True)
     terms = (logits - largest.masked_fill(largest == -torch.inf, 0)).exp()
@@ -111,7 +120,7 @@ def component_statistics(
     query_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of Eqn 13 over i: gamma (B,H,M,Nk), gamma q_i (B,H,M,Nk,D) and gamma |q_i|^2 (B,H,M,Nk)."""
-    query, key = zero_masked(query, query_mask), zero_masked(key, key_mask)
+    query = zero_masked(query, query_mask)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     gamma = responsibilities(query, key, log_prior, variance, visible).mT  # (B,H,M,Nk,Nq)
     query = query.to(gamma.dtype)[:, :, None]
@@ -131,11 +140,11 @@ def mgk_attention(
     query_mask: Tensor | None = None,
 ) -> Tensor:
     """h_i = sum_j A[i,j] v_j, Eqn 10."""
-    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
+    value = zero_masked(value, key_mask)
     visible = visible_pairs(query, key.shape[-2], is_causal, key_mask, query_mask)
     weights = attention_weights(query, key, log_prior, variance, e_step, visible)
     weights = torch.nn.functional.dropout(weights, dropout_p)
-    return (weights @ value.to(weights.dtype)).to(query.dtype)
+    return zero_masked((weights @ value.to(weights.dtype)).to(query.dtype), query_mask)
 
 
 def smgk_attention(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, *arguments: object) -> Tensor:

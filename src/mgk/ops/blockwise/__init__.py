@@ -20,7 +20,7 @@ from mgk.ops.blockwise.flops import register_formulas
 from mgk.ops.blockwise.forms import flatten_heads, mixture_form, require_cpu, shifted_form
 from mgk.ops.blockwise.operators import attention
 from mgk.ops.blockwise.statistics import component_statistics, prior_statistics
-from mgk.ops.common import Variance, shifted_keys, zero_masked
+from mgk.ops.common import Variance, shifted_keys, unused, zero_masked
 
 __all__ = ["component_statistics", "mgk_attention", "prior_statistics", "smgk_attention"]
 
@@ -61,7 +61,5 @@ def _attend(
     output: Tensor
     output, _ = attention(*tensors, flatten_heads(value), bound, e_step == "hard", is_causal, dropout_p, seed)
     if e_step == "hard" and log_prior is not None and log_prior.requires_grad:
-        # The hard E-step does not use the prior: its gradient is zero rather than None.
-        output = output + 0 * log_prior.masked_fill(log_prior.isinf(), 0).sum().to(output.dtype)
-    output = output.view(*query.shape[:3], value.shape[-1]).to(query.dtype)
-    return output if query_mask is None else output.masked_fill(~query_mask[:, None, :, None], 0)
+        output = output + unused(log_prior).to(output.dtype)
+    return zero_masked(output.view(*query.shape[:3], value.shape[-1]).to(query.dtype), query_mask)

@@ -10,6 +10,10 @@ How results stay exact: the weights are exp(l - m_i), and any row offset m_i can
 
 A row with a sum above `TINY` loses at most 1e-12 of it for each key.
 
+5. Where terms of l are so large that rounding a sum with m_i moves it by much, m_i is the exact maximum of the sum of
+   the other terms and is subtracted last ("late"), so that the largest exponent is 0. It then leaves out terms that a
+   kernel shares between the keys of a row.
+
 Backward uses m_i plus the log of the row sum as the offset, so that weights sum to 1. If m_i is so large that rounding
 would lose that log, backward keeps m_i, and divides the gradient of the output by the sums instead.
 
@@ -32,6 +36,7 @@ from mgk.ops.blockwise.weights import Dropout, WeightGradient
 
 TINY = {torch.float32: 1e-20, torch.float64: 1e-280}
 LARGE = 1e3  # of m_i: the log of a row sum then has an error of 6e-5 in float32
+LATE = {torch.float32: 1e4, torch.float64: 1e12}  # of the terms of l, from which on m_i is subtracted last
 
 
 class Forward:
@@ -67,7 +72,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The output (G,Nq,Dv), and what backward needs of each row, (3,G,Nq).
 
-    These are m_i, the row sum (0 and 1 where a row sees no key), and 1 where the row was computed as a mixture.
+    These are m_i, the row sum (0 and 1 where a row sees no key), and 1 where the row was computed as a mixture, plus 2
+    where m_i was subtracted late.
     `bound` (G,Nq) bounds the exponents l, `active` (G,Nk) says which keys take part.
     """
     num_queries = bound.shape[1]
@@ -81,33 +87,35 @@ def attend(
         forward.run(kernel, blocks)
     else:
         offset, uncertain = kernel.bound(bound), sees_a_key(num_queries, active, is_causal)
-        for step, (attempt, exact) in enumerate(attempts(kernel)):
+        late = not kernel.magnitude() <= LATE[total.dtype]  # of NaN, too: it must not decide for other heads
+        for attempt, exact in attempts(kernel, late):
             blocks = [block for block in blocks if bool(uncertain[block.place].any())]
             if not blocks:
                 break
             if exact:
-                set_exact_maximum(attempt, offset, blocks)
-            attempt.set_row_offset(offset)
+                set_exact_maximum(attempt, offset, blocks, late)
+            attempt.set_row_offset(offset, late)
             forward.run(attempt, blocks)
             for block in blocks:
-                as_mixture[block.place] = step == 2
+                as_mixture[block.place] = (attempt is not kernel) + 2 * late
             uncertain = uncertain & (total < TINY[total.dtype])
     empty = total == 0
     total.masked_fill_(empty, 1)
     return forward.output.div_(total[..., None]), torch.stack([offset.masked_fill(empty, 0), total, as_mixture])
 
 
-def attempts(kernel: Kernel) -> Iterator[tuple[Kernel, bool]]:
+def attempts(kernel: Kernel, late: bool) -> Iterator[tuple[Kernel, bool]]:
     """Kernels to try in turn, and whether with the exact row maximum."""
-    yield kernel, False
+    if not late:
+        yield kernel, False
     yield kernel, True
     if isinstance(kernel, ShiftedSoft):
         yield kernel.as_mixture(), True
 
 
-def set_exact_maximum(kernel: Kernel, offset: Tensor, blocks: Sequence[Block]) -> None:
+def set_exact_maximum(kernel: Kernel, offset: Tensor, blocks: Sequence[Block], late: bool) -> None:
     """Write the largest exponent of the rows of `blocks` to `offset` (G,Nq)."""
-    kernel.set_row_offset(torch.zeros_like(offset))
+    kernel.set_row_offset(torch.zeros_like(offset), late)
     for heads, group in groupby(blocks, attrgetter("heads")):
         kernel.select(heads)
         for block in group:
@@ -122,9 +130,9 @@ def sees_a_key(num_queries: int, active: Tensor, is_causal: bool) -> Tensor:
     return seen[:, last.clamp(min=0)] > 0
 
 
-def backward_offset(grad: Tensor, offset: Tensor, total: Tensor) -> tuple[Tensor, Tensor, float]:
+def backward_offset(grad: Tensor, offset: Tensor, total: Tensor, late: bool) -> tuple[Tensor, Tensor, float]:
     """The gradient of the output, the row offset and the lowest exponent that backward works with."""
-    if bool((offset.abs() > LARGE).any()):
+    if late or bool((offset.abs() > LARGE).any()):
         return grad / total[..., None], offset, LOWEST[grad.dtype]
     return grad, offset + total.log(), LOWEST_BACKWARD[grad.dtype]
 
@@ -133,9 +141,13 @@ def attend_backward(
     kernels: Sequence[Kernel], as_mixture: Tensor, offset: Tensor, active: Tensor, is_causal: bool,
     grad: WeightGradient,
 ) -> None:  # fmt: skip
-    """Compute the weights again and fill the gradients of `kernels` and `grad`. `as_mixture` (G,Nq) picks a kernel."""
+    """Compute the weights again and fill the gradients of `kernels` and `grad`.
+
+    `as_mixture` (G,Nq) picks a kernel, and says whether `offset` is subtracted late.
+    """
+    late = bool((as_mixture >= 2).any())
     for kernel in kernels:
-        kernel.set_row_offset(offset)
+        kernel.set_row_offset(offset, late)
         kernel.start_backward()
     blocks = make_blocks(offset.shape[1], active, is_causal, kernels[0].components)
     for heads, group in groupby(blocks, attrgetter("heads")):
@@ -143,5 +155,5 @@ def attend_backward(
         for kernel in kernels:
             kernel.select_backward(heads)
         for block in group:
-            which = int(as_mixture[block.place].max()) if len(kernels) > 1 else 0
+            which = int(as_mixture[block.place].max()) % 2 if len(kernels) > 1 else 0
             kernels[which].backward(block, grad)

@@ -44,6 +44,7 @@ class Kernel:
         """Query (G,Nq,D), key (G,M,Nk,D), row_bias (G,M,Nq), key_bias (G,M,Nk)."""
         self.query, self.key, self.row_bias, self.scratch = query, key, row_bias, scratch
         self.lowest, self.highest, self.components = lowest, math.inf, key.shape[1]
+        self.late: Tensor | None = None
         self.extra_range = 0.0, 0.0  # bounds of what a subclass adds to an exponent
         hidden = key_bias == -torch.inf
         self.visible = (~hidden).to(key.dtype)[..., None] if bool(hidden.any()) else None  # (G,M,Nk,1)
@@ -65,10 +66,17 @@ class Kernel:
         """An upper bound of the exponents of each row, from that of l (G,Nq)."""
         return bound
 
-    def set_row_offset(self, offset: Tensor) -> None:
-        """Subtract m_i = `offset` (G,Nq) from all exponents from now on."""
-        self.rows = -offset[:, None] if self.row_bias is None else self.row_bias - offset[:, None]
-        self.in_range = self.are_in_range(self.rows, self.key_bias)
+    def magnitude(self) -> float:
+        """How large the terms of an exponent may be."""
+        biases = (self.key_bias,) if self.row_bias is None else (self.key_bias, self.row_bias)
+        largest = [max(abs(end.item()) for end in bias.aminmax()) for bias in biases]
+        return float(self.largest_product + sum(largest))
+
+    def set_row_offset(self, offset: Tensor, late: bool = False) -> None:
+        """Subtract m_i = `offset` (G,Nq) from all exponents from now on, after the product if it is `late`."""
+        self.late, early = (offset, torch.zeros_like(offset)) if late else (None, offset)
+        self.rows = -early[:, None] if self.row_bias is None else self.row_bias - early[:, None]
+        self.in_range = not late and self.are_in_range(self.rows, self.key_bias)
 
     def are_in_range(self, rows: Tensor, keys: Tensor) -> bool:
         """Whether no exponent of a pair, and no bias by itself, can be too low or too high."""
@@ -88,6 +96,8 @@ class Kernel:
         split = queries.view(num_heads, components, query.shape[1], width + 2)
         split[..., :width], split[..., width], split[..., width + 1] = query[:, None], 1.0, self.rows[heads]
         self.set_operands(keys, queries)
+        if self.late is not None:
+            self.lates = column_views(self.late[heads].repeat_interleave(components, 0)[:, None])
 
     def set_operands(self, keys: Tensor, queries: Tensor) -> None:
         """Use these keys (g*M,Nk,D or D+2) and queries (g*M,Nq,D or D+2)."""
@@ -96,7 +106,8 @@ class Kernel:
 
     def scores(self, block: Block, keys: Span) -> Tensor:
         """Exponents of all components, (g*M,nk,nq)."""
-        return self.scratch.bmm("scores", self.keys[keys], self.queries[block.queries])
+        scores = self.scratch.bmm("scores", self.keys[keys], self.queries[block.queries])
+        return scores if self.late is None else scores.sub_(self.lates[block.queries])
 
     def exponential(self, exponent: Tensor) -> Tensor:
         return (exponent if self.in_range else exponent.clamp_(self.lowest, -LOWEST[exponent.dtype])).exp_()
@@ -230,13 +241,14 @@ class HardMixture(Mixture):
 
     weights, largest_seen = Kernel.weights, Kernel.largest_seen
 
-    def set_row_offset(self, offset: Tensor) -> None:
-        super().set_row_offset(offset)
+    def set_row_offset(self, offset: Tensor, late: bool = False) -> None:
+        super().set_row_offset(offset, late)
+        self.late = None  # every offset is subtracted after the product here
         if self.row_bias is None:
             self.rows, self.row_offset = torch.zeros_like(self.rows), offset
         else:
             shared = self.row_bias.amax(1)
-            self.rows, self.row_offset = self.row_bias - shared[:, None], offset - shared
+            self.rows, self.row_offset = self.row_bias - shared[:, None], offset if late else offset - shared
 
     def select(self, heads: slice) -> None:
         super().select(heads)

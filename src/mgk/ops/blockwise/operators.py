@@ -52,11 +52,11 @@ def attention_backward(
         a, b, c, d, e = (torch.zeros_like(x) for x in (query, key, row, key_bias, value))
         return a, b, c, d, e
     with without_autocast(grad):
-        grad, offset, lowest = backward_offset(grad, offset, total)
+        grad, offset, lowest = backward_offset(grad, offset, total, bool((as_mixture >= 2).any()))
         kernel = make_kernel(query, key, row_bias, key_bias, hard, lowest, scratch)
         weight_grad = WeightGradient(value, output, grad, Dropout(dropout_p, int(seed)), scratch)
         kernels: list[Kernel] = [kernel]
-        if isinstance(kernel, ShiftedSoft) and bool(as_mixture.any()):
+        if isinstance(kernel, ShiftedSoft) and bool((as_mixture % 2).any()):
             kernels.append(kernel.as_mixture())
         attend_backward(kernels, as_mixture, offset, active, causal, weight_grad)
     grads = kernel.gradients()

@@ -31,6 +31,9 @@ class Shifted(Kernel):
         key = self.key.expand(-1, self.log_u.shape[1], -1, -1)
         return Mixture(self.query, key, self.log_u, self.log_w, self.lowest, self.scratch)
 
+    def magnitude(self) -> float:
+        return super().magnitude() + max(abs(end.item()) for end in self.log_u.aminmax())
+
     def start_backward(self) -> None:
         super().start_backward()
         self.grad_log_u, self.grad_log_w = torch.zeros_like(self.log_u), torch.zeros_like(self.log_w)
@@ -52,16 +55,16 @@ class ShiftedSoft(Shifted):
         least, largest = self.log_u.aminmax(dim=1)
         return bound + largest - least
 
-    def set_row_offset(self, offset: Tensor) -> None:
+    def set_row_offset(self, offset: Tensor, late: bool = False) -> None:
         log_u, log_w = self.log_u - offset[:, None], self.log_w
         removed = log_w == -torch.inf
         self.extra_range = 0.0, 0.0
-        self.factored = self.are_in_range(log_u, torch.where(removed, self.largest_bias[..., None], log_w))
+        self.factored = not late and self.are_in_range(log_u, torch.where(removed, self.largest_bias[..., None], log_w))
         if not self.factored:
             scale = self.log_u.amax(1)
             log_u, log_w = self.log_u - scale[:, None], log_w - self.key_bias
             self.extra_range = log_u.min().item() + log_w.masked_fill(removed, 0).min().item(), 0.0
-            super().set_row_offset(offset - scale)
+            super().set_row_offset(offset if late else offset - scale, late)
             log_u, log_w = (x.clamp(min=LOWEST[x.dtype]) for x in (log_u, log_w))
         self.in_range = self.factored or self.in_range
         self.all_u, self.all_w = log_u.exp(), log_w.exp().masked_fill_(removed, 0)
@@ -127,9 +130,10 @@ class ShiftedHard(Shifted):
         ends = [(x.amin((0, 2)), x.amax((0, 2))) for x in (self.lead, self.rise)]
         least, most = ((lead_end + rise_end).max().item() for lead_end, rise_end in zip(*ends, strict=True))
         self.extra_range = least, most
+        self.finite = self.finite and math.isfinite(least + most)
 
-    def set_row_offset(self, offset: Tensor) -> None:
-        super().set_row_offset(offset - self.log_u[:, 1])
+    def set_row_offset(self, offset: Tensor, late: bool = False) -> None:
+        super().set_row_offset(offset if late else offset - self.log_u[:, 1], late)
 
     def select(self, heads: slice) -> None:
         super().select(heads)
@@ -152,7 +156,8 @@ class ShiftedHard(Shifted):
         out = self.scratch("scores", largest.shape[0], keys.size, block.queries.size)
         for other in others:
             largest = torch.maximum(largest, other, out=out)
-        return out.baddbmm_(self.keys[keys], self.queries[block.queries])
+        out.baddbmm_(self.keys[keys], self.queries[block.queries])
+        return out if self.late is None else out.sub_(self.lates[block.queries])
 
     def grad_score(self, block: Block, keys: Span, grad: WeightGradient) -> Tensor:
         """The winner of a pair, the first one among equals, gets its gradient; the first entry collects all of it."""

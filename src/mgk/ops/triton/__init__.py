@@ -4,7 +4,7 @@
     operators                           the operators of PyTorch, with their gradients
     launch_shifted, launch_projected    allocate memory and launch what the plan says
     shifted, projected, short           generic kernels, in Triton
-    hopper, hopper_projected, hopper_variances, hopper_short   kernels for Hopper GPUs, in Gluon
+    hopper, hopper_backward, hopper_projected, hopper_variances, hopper_short   kernels for Hopper GPUs, in Gluon
     bias, decode, prior, linear, scan, cross_entropy   other kernels
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.

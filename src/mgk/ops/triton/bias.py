@@ -32,10 +32,12 @@ def key_weights(
     p_k, SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, start, num_keys, positions, stride_n, stride_m, D: tl.constexpr,
     BD: tl.constexpr, M: tl.constexpr, PRIOR_AXES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Return log_w of a block of keys as a tuple of M vectors."""
+    """Return log_w of a block of keys as a tuple of M vectors. All are NaN if one of the key's numbers is not finite:
+    the norm of infinity would be a weight of zero, and a maximum over the components ignores NaN.
+    """
     o_n = start + tl.arange(0, BN)
     b_k = load_tile(p_k, start, num_keys, stride_n, BN, D, BD, True).to(tl.float32)  # [BN, BD]
-    log_w = ()
+    log_w, poison = (), tl.zeros([BN], tl.float32)
     for r in tl.static_range(M):
         if SHIFT is not None:
             b_kr = b_k + load_shift(SHIFT, i_h * M + r, D, BD)[None, :]
@@ -49,8 +51,12 @@ def key_weights(
             bias += tl.load(PRIOR + i_h * M + r).to(tl.float32)
         if PRIOR_AXES == 3:
             bias += tl.load(PRIOR + (i_h * M + r) * positions + o_n, mask=o_n < num_keys, other=0.0).to(tl.float32)
+        poison += tl.sum(b_kr * 0.0, 1) + inverse * 0.0
         log_w = log_w + (bias * LOG2E,)
-    return log_w
+    result = ()
+    for r in tl.static_range(M):
+        result = result + (log_w[r] + poison,)
+    return result
 
 
 @triton.jit
@@ -88,7 +94,8 @@ def bias_kernel(
         if S.NARROW:
             w = tl.where(visible, tl.exp2(log_w[r]), 0.0).to(tl.bfloat16)
             tl.store(FACTORS + o_keys, w, mask=o_n < padded_keys)
-            if tl.max(tl.where(visible, tl.maximum(log_w[r] - 4.0, -FAST_KEYS - log_w[r]), -1.0), 0) > 0:
+            fits = (log_w[r] <= 4.0) & (log_w[r] >= -FAST_KEYS)  # NaN does not
+            if tl.max((visible & ~fits).to(tl.int32), 0) > 0:
                 tl.store(OVERFLOW + 2 * i_bh, 1.0)
 
 
@@ -118,16 +125,16 @@ def shifted_bias_block(
         visible = visible_keys(MASK, i_b, o_n, num_keys, MASKED)
         p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys + o_n
         tl.store(p_keys, tl.where(visible, 0.0, NEVER))
-        largest = log_w[0] - top
+        largest, fits = log_w[0] - top, visible
         for r in tl.static_range(M):
+            fits = fits & (log_w[r] - top <= 4.0)  # NaN does not fit
             largest = tl.maximum(largest, log_w[r] - top)
             w = tl.where(visible, tl.exp2(log_w[r] - top), 0.0)
             tl.store(p_keys + (1 + r) * padded_keys, w)
             if NARROW:
                 tl.store(FACTORS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w.to(tl.bfloat16))
             tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(visible, log_w[r] - top, NEVER))
-        beyond = tl.where(visible, tl.maximum(largest - 4.0, -FAST_KEYS - largest), -1.0)
-        if tl.max(beyond, 0) > 0:
+        if tl.max((visible & ~(fits & (largest >= -FAST_KEYS))).to(tl.int32), 0) > 0:
             tl.store(OVERFLOW + 2 * i_bh, 1.0)
     else:
         start = (i_block - key_blocks) * BN
@@ -135,19 +142,19 @@ def shifted_bias_block(
         p_q = Q + origin * sqb + i_h * sqh
         b_q = load_tile(p_q, start, num_queries, sqn, BN, D, BD, True).to(tl.float32)  # [BN, BD]
         p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries + o_m
-        first = tl.zeros([BN], tl.float32)
-        beyond = tl.full([BN], -1.0, tl.float32)
+        scale, poison = inverse_variance * LOG2E, tl.sum(b_q * 0.0, 1)  # NaN if one of the numbers is not finite
+        first, fits = tl.zeros([BN], tl.float32), tl.full([BN], 1, tl.int1)
         for r in tl.static_range(M):
-            log_u = tl.sum(b_q * load_shift(SHIFT, i_h * M + r, D, BD)[None, :], 1) * (inverse_variance * LOG2E)
+            log_u = tl.sum(b_q * load_shift(SHIFT, i_h * M + r, D, BD)[None, :], 1) * scale + poison
             if r == 0:
                 first = log_u
                 bound = tl.sum(b_q * b_q, 1) * (0.5 * inverse_variance * LOG2E) - log_u
                 tl.store(p_rows, bound)
             lead = log_u - first
-            beyond = tl.maximum(beyond, tl.maximum(lead - highest, -FAST_ROWS - lead))
+            fits = fits & (lead <= highest) & (lead >= -FAST_ROWS)
             tl.store(p_rows + (1 + r) * padded_queries, lead if HARD else tl.exp2(lead))
             tl.store(p_rows + (1 + M + r) * padded_queries, log_u)
-        if tl.max(beyond, 0) > 0:
+        if tl.max((~fits).to(tl.int32), 0) > 0:
             tl.store(OVERFLOW + 2 * i_bh, 1.0)
 
 
@@ -239,26 +246,27 @@ def mask_range(p_mask, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def span_kernel(QUERY_MASK, KEY_MASK, CU_SEQLENS, SPAN, num_queries, num_keys, BLOCK: tl.constexpr):
-    """Store all fields of SPAN (B,FIELDS) but the last; see `spans`."""
+    """Store all fields of SPAN (B,FIELDS) but the fifth; see `spans`."""
     i_b = tl.program_id(0).to(tl.int64)
-    last_query, last_key, first_key, fourth = num_queries, num_keys, 0, num_keys
+    last_query, last_key, first_key, fourth, masked_query = num_queries, num_keys, 0, num_keys, num_queries
     if CU_SEQLENS is not None:
         fourth = tl.load(CU_SEQLENS + i_b)
         last_key = tl.load(CU_SEQLENS + i_b + 1) - fourth
         last_query = last_key
     if QUERY_MASK is not None:
-        _, last_query, _ = mask_range(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
+        _, last_query, masked_query = mask_range(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
     if KEY_MASK is not None:
         first_key, last_key, fourth = mask_range(KEY_MASK + i_b * num_keys, num_keys, BLOCK)
     tl.store(SPAN + FIELDS * i_b, last_query)
     tl.store(SPAN + FIELDS * i_b + 1, last_key)
     tl.store(SPAN + FIELDS * i_b + 2, first_key)
     tl.store(SPAN + FIELDS * i_b + 3, fourth)
+    tl.store(SPAN + FIELDS * i_b + 5, masked_query)
 
 
 @triton.jit(do_not_specialize=["num_batches"])
 def rank_kernel(SPAN, num_batches, BLOCK: tl.constexpr):
-    """Store in the last field of row n the batch with the n-th most pairs."""
+    """Store in the fifth field of row n the batch with the n-th most pairs."""
     i_b = tl.program_id(0)
     own = tl.load(SPAN + FIELDS * i_b).to(tl.float32) * tl.load(SPAN + FIELDS * i_b + 1)
     before = tl.zeros([BLOCK], tl.int32)
@@ -273,11 +281,12 @@ def rank_kernel(SPAN, num_batches, BLOCK: tl.constexpr):
 def spans(
     query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int, ends: Tensor | None = None
 ) -> Tensor | None:
-    """Return (B,5), int32, or None if nothing is masked or packed.
+    """Return (B,6), int32, or None if nothing is masked or packed.
 
     The fields are, for each batch, one past the last unmasked query, one past the last unmasked key, the first unmasked
-    key, the first masked key, and in row n the batch with the n-th most pairs. For packed rows with the cumulative
-    lengths `ends` (B+1,), whose sequences have no masks, the fourth field is the first row of the sequence.
+    key, the first masked key, in row n the batch with the n-th most pairs, and the first masked query. For packed rows
+    with the cumulative lengths `ends` (B+1,), whose sequences have no masks, the fourth field is the first row of the
+    sequence.
     """
     given = next((tensor for tensor in (ends, query_mask, key_mask) if tensor is not None), None)
     if given is None:

@@ -34,7 +34,7 @@ from mgk.ops.triton.loads import (
     per_position,
     split_variance,
 )
-from mgk.ops.triton.primitives import LOG2E, NEVER, finite, online_softmax, widened
+from mgk.ops.triton.primitives import LOG2E, NEVER, finite, not_hidden, online_softmax, spread_infinities, widened
 
 PROGRAMS, MASKED_PROGRAMS = 8, 32  # per multiprocessor: several tiles are loaded while one is computed
 SPLIT_TILES = 4  # key tiles of a split at least, or joining costs more than splitting gains
@@ -52,6 +52,12 @@ def all_visible(p_mask, begin, end, BLOCK: tl.constexpr):
     for start in range(begin, rest, BLOCK):
         least = tl.minimum(least, tl.load(p_mask + start + tl.arange(0, BLOCK)))  # 16 bytes at once
     return tl.min(least.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def largest_of(x, y):
+    """The larger one, NaN if one is NaN."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -77,7 +83,7 @@ def one_query_tiles(
                     p_kr = p_k + tl.cast(sk[3], tl.int64) * r
                     b_k = load_active(p_kr, start, active, sk[2], S.BN, S.D, S.BD)  # [BN, BD]
                 difference = widened(b_k) - centre[r][None, :]
-                x = tl.sum(difference * difference, 1) * scale[r] + bias[r]
+                x = not_hidden(tl.sum(difference * difference, 1) * scale[r]) + bias[r]
                 x = add_log_prior(x, p_prior, sp, r, o_n, num_keys)
                 if CHECK:
                     x = tl.where(active, x, NEVER)
@@ -89,7 +95,7 @@ def one_query_tiles(
             p, largest = tl.zeros([S.BN], tl.float32), logits[i * S.M]
             for r in tl.static_range(S.M):
                 if S.HARD:
-                    largest = tl.maximum(largest, logits[i * S.M + r])
+                    largest = largest_of(largest, logits[i * S.M + r])
                 else:
                     p += tl.exp2(logits[i * S.M + r] - m_safe)
             if S.HARD:
@@ -149,7 +155,7 @@ def one_query_kernel(
     m_all = tl.max(m, 0)
     weight = tl.exp2(m - finite(m_all))
     l_all = tl.sum(l * weight, 0)
-    l_all = tl.where(l_all > 0, l_all, 1.0)  # without keys: zeros, and -inf as their logarithm
+    l_all = tl.where(l_all == 0, 1.0, l_all)  # without keys: zeros, and -inf as their logarithm
     out = tl.sum(acc * weight[:, None], 0) / l_all
     i_part = tl.program_id(0).to(tl.int64)
     tl.store(OUT + i_part * S.DV + o_v, out.to(OUT.dtype.element_ty), mask=o_v < S.DV)
@@ -169,6 +175,7 @@ def few_queries_kernel(
     p_prior = offset(PRIOR, i_h * sp[0])
     p_mask = offset(MASK, i_b * stride_mask)
     b_q = load_active(head_pointer(Q, sq, i_b, i_h), 0, o_m < num_queries, sq[2], BM, S.D, S.BD)  # [BM, BD]
+    b_q = spread_infinities(b_q)
 
     shift, row, scale = (), (), ()
     for r in tl.static_range(S.M):
@@ -197,13 +204,13 @@ def few_queries_kernel(
                 b_k = load_active(p_kr, start, active, sk[2], S.BN, S.D, S.BD)  # [BN, BD]
                 s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
             b_kr = b_k.to(tl.float32) + shift[r][None, :]
-            bias = add_log_prior(tl.sum(b_kr * b_kr, 1) * (-0.5 * scale[r]), p_prior, sp, r, o_n, num_keys)
-            bias = tl.where(active, bias, NEVER)
-            x = s * scale[r] + row[r][:, None] + bias[None, :]
+            bias = not_hidden(tl.sum(b_kr * b_kr, 1) * (-0.5 * scale[r]))
+            bias = add_log_prior(bias, p_prior, sp, r, o_n, num_keys)
+            x = tl.where(active[None, :], s * scale[r] + row[r][:, None] + bias[None, :], NEVER)
             if CAUSAL:
                 x = tl.where(o_n[None, :] <= o_m[:, None] + diagonal, x, NEVER)
             logits = logits + (x,)
-            best = tl.maximum(best, x)
+            best = largest_of(best, x)
         m, m_safe, alpha = online_softmax(tl.max(best, 1), m)
         if S.HARD:
             p = tl.exp2(best - m_safe[:, None])
@@ -216,7 +223,7 @@ def few_queries_kernel(
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
 
     i_part = tl.program_id(0).to(tl.int64) * num_queries
-    l = tl.where(l > 0, l, 1.0)
+    l = tl.where(l == 0, 1.0, l)
     m_out = (o_m < num_queries)[:, None] & (o_v < S.DV)[None, :]
     p_out = OUT + i_part * S.DV + o_m[:, None] * S.DV + o_v[None, :]
     tl.store(p_out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=m_out)
@@ -241,7 +248,7 @@ def join_kernel(
         p_part = PART + p_row * DV + (o_s * num_queries * DV)[:, None] + o_v[None, :]
         b_o = tl.load(p_part, mask=(o_s < splits)[:, None] & (o_v < DV)[None, :], other=0.0)  # [BS, BV]
         out += tl.sum(b_o * tl.exp2(part - m)[:, None], 0)
-    out = out / tl.where(total > 0, total, 1.0)
+    out = out / tl.where(total == 0, 1.0, total)
     tl.store(OUT + tl.program_id(0).to(tl.int64) * DV + o_v, out.to(OUT.dtype.element_ty), mask=o_v < DV)
 
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mgk.ops.dispatch import block_width
 from mgk.ops.triton.launch import launch
 
 copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.7
@@ -23,15 +24,23 @@ ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
 
 @gluon.jit
 def multiply_add(x, y, z):
-    return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.bfloat16, True, 2)
+    if x.dtype == gl.float16:
+        result = gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.float16, True, 2)
+    else:
+        result = gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.bfloat16, True, 2)
+    return result
 
 
 @gluon.jit
 def multiply(x, y):
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}", "=r,r,r", [x, y], gl.bfloat16,
-        True, 2,
-    )  # fmt: skip
+    if x.dtype == gl.float16:
+        result = gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.float16, True, 2)
+    else:
+        result = gl.inline_asm_elementwise(
+            "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}", "=r,r,r", [x, y],
+            gl.bfloat16, True, 2,
+        )  # fmt: skip
+    return result
 
 
 @gluon.jit
@@ -94,13 +103,13 @@ def pass_turn(turn, part: gl.constexpr):
 
 
 @gluon.jit
-def unit_columns(r: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr = gl.bfloat16):
+def unit_columns(r: gl.constexpr, ROWS: gl.constexpr, kind: gl.constexpr = gl.bfloat16):
     """Ones in column r: a product with it sums rows."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, rows))
-    ones = gl.full([ROWS, COLUMNS], 1.0, dtype, rows)
+    ones = gl.full([ROWS, COLUMNS], 1.0, kind, rows)
     return gl.allocate_shared_memory(
-        dtype, [ROWS, COLUMNS], THIN, gl.where((o_column == r)[None, :], ones, gl.zeros_like(ones))
+        kind, [ROWS, COLUMNS], THIN, gl.where((o_column == r)[None, :], ones, gl.zeros_like(ones))
     )
 
 
@@ -152,6 +161,27 @@ def load_line(pointer, o_column, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
     else:
         line = gl.load(pointer + o_column)
     return line.to(gl.float32)
+
+
+@gluon.jit
+def product(a, b, zero, FIRST: gl.constexpr, REST: gl.constexpr):
+    """Products of the rows of a with those of b, under way, over the FIRST and the REST of their columns."""
+    if a.shape[1] == FIRST:
+        s = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        b_first = b.slice(0, FIRST, 1).permute((1, 0))
+        s = warpgroup_mma(a.slice(0, FIRST, 1), b_first, zero, use_acc=False, is_async=True)
+        if REST > 0:
+            s = warpgroup_mma(a.slice(FIRST, REST, 1), b.slice(FIRST, REST, 1).permute((1, 0)), s, is_async=True)
+    return s
+
+
+def contraction(width: int, block: int) -> tuple[int, int]:
+    """FIRST and REST of `product`, so that few of the zeros behind the first `width` columns are multiplied."""
+    if width <= block // 2:
+        return block_width(width), 0
+    rest = [columns for columns in (16, 32) if width <= block // 2 + columns < block]
+    return (block // 2, rest[0]) if rest else (block, 0)
 
 
 def even(query: Tensor, key: Tensor) -> bool:

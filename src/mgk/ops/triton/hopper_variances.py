@@ -5,8 +5,8 @@ The two warp groups take turns as in hopper.py.
 
 dq and dk need the sum of ds_r/s2_r. Inside the backward kernels the first component is the one with the smaller
 variance, and RATIO = s2_0/s2_1 <= 1 is a factor of what the second one adds. On the query side it is in the exponent,
-on the key side in the weights of the keys. Sums over a row of dl, which is 0 in all, are those of the first component:
-their error is divided by the smaller variance either way.
+on the key side in the weights of the keys. A row of dl sums to 0, and the sum of the first component is taken: where
+the second one has nearly all of the weights, the error of its sum is large against what it leaves to the first.
 """
 
 from __future__ import annotations

@@ -35,9 +35,13 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def empty_like_layout(tensor: Tensor, *shape: int) -> Tensor:
-    """Uninitialised memory of a shape, with the axes in the order that `tensor` has them in memory."""
+    """Uninitialised memory of a shape, with the axes in the order that `tensor` has them in memory, the last innermost.
+
+    An expanded axis of `tensor`, with a stride of 0, would otherwise come before the last.
+    """
     strides, step = [0] * len(shape), 1
-    for axis in sorted(range(len(shape)), key=lambda axis: (tensor.stride(axis), -axis)):
+    last = len(shape) - 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (axis != last, tensor.stride(axis), -axis)):
         strides[axis], step = step, step * max(1, shape[axis])
     return torch.empty_strided(shape, strides, device=tensor.device, dtype=tensor.dtype)
 

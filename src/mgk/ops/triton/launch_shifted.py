@@ -23,7 +23,7 @@ from mgk.ops.triton.problem import Problem, compile_options, generic, lanes, pad
 from mgk.ops.triton.self_check import LOADED
 
 if LOADED:
-    from mgk.ops.triton import hopper, hopper_common, hopper_short
+    from mgk.ops.triton import hopper, hopper_backward, hopper_common, hopper_short
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # output, rows, keys, factors, overflow
 
@@ -117,7 +117,11 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
     part = p.empty(batch, p.heads, parts, p.components, block_width(p.width) + 1)
     if p.packed or on_hopper:  # no program writes the parts after a sequence; fallback launches have other block sizes
         part.zero_()
-    key_columns, row_columns = columns(p, saved)
+    tops, near = None, saved
+    if on_hopper:
+        near_factors, tops = hopper.key_factors(p, saved)
+        near = (output, rows, keys, near_factors, overflow)
+    key_columns, row_columns = columns(p, near)
     numbers = (*p.numbers, 1 / p.variance)
     sizes = (batch, p.section, p.heads, num_queries, p.positions, rows.shape[-1], keys.shape[-1])
     shared = {"WIDTH": row_stats.shape[-1]}
@@ -125,7 +129,7 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
         return part.sum((0, 2))
     for each in plan.query if query_parts else ():
         if each.kernels == "hopper":
-            hopper.query_side(p, saved, grad, (key_columns, row_columns), row_stats, grad_query, part)
+            hopper_backward.query_side(p, near, tops, grad, (key_columns, row_columns), row_stats, grad_query, part)
             continue
         tensors = (
             overflow, p.spans, p.query, p.key, p.shift, p.value, keys, factors, or_unused(key_columns, factors), output,
@@ -138,7 +142,7 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
         )  # fmt: skip
     for each in plan.key if key_parts else ():
         if each.kernels == "hopper":
-            hopper.key_side(p, saved, grad, row_columns, row_stats, grads, part)
+            hopper_backward.key_side(p, saved, grad, row_columns, row_stats, grads, part)
             continue
         tensors = (
             overflow, p.spans, p.query, p.key, p.shift, p.value, keys, rows, or_unused(row_columns, factors), p.seed,

@@ -89,8 +89,8 @@ def locate(H, CU_SEQLENS, length):
 
 @triton.jit
 def features(x):
-    """Return mantissa and exponent of phi(x), 1 + max(x, 0) and min(x, 0). NaN stays NaN."""
-    return 1.0 + tl.maximum(x, 0.0), tl.where(x > 0, 0.0, x)
+    """Return mantissa and exponent of phi(x), 1 + max(x, 0) and min(x, 0). NaN and infinity have a mantissa of NaN."""
+    return x * 0.0 + 1.0 + tl.maximum(x, 0.0), tl.where(x > 0, 0.0, x)
 
 
 @triton.jit
@@ -166,7 +166,8 @@ def store_key_gradients(
     new_dshift, new_dprior = (), ()
     for r in tl.static_range(S.M):
         mantissa, exponent = component(keys, log_prior, r)
-        b_dkr = tl.exp(exponent + change) * d_phi
+        active = (log_prior[r] != NEVER)[:, None]
+        b_dkr = tl.where(active, tl.exp(exponent + change) * d_phi, 0.0)  # NaN of others must not reach a masked key
         if SHIFT is None:
             store_tile(p_dk + tl.cast(strides[3], tl.int64) * r, b_dkr, start, num_keys, strides[2], S.BN, S.D, S.BD)
             new_dshift = new_dshift + (dshift[r],)
@@ -176,7 +177,7 @@ def store_key_gradients(
         if S.PRIOR_AXES == 0:
             new_dprior = new_dprior + (dprior[r],)
         else:
-            b_dprior = tl.sum(mantissa * b_dkr, 1)
+            b_dprior = tl.sum(tl.where(active, mantissa * b_dkr, 0.0), 1)
             new_dprior = new_dprior + (dprior[r] + b_dprior,)
             if S.PRIOR_AXES == 3:
                 tl.store(p_dprior + r * positions + o_n, b_dprior, mask=o_n < num_keys)
@@ -340,6 +341,7 @@ def key_gradient_kernel(
         )  # fmt: skip
         b_k = dot_operand(mix_keys(keys, log_prior, -c[None, :], S), S.PRECISION)
         b_dv = tl.dot(b_k, tl.trans(d_sums), input_precision=S.PRECISION)
+        b_dv = tl.where(active[:, None], b_dv, 0.0)
         store_tile(p_dv, b_dv, start, num_keys, sdv[2], S.BN, S.DV, S.BV)
 
     _, end = split_range(i_split, tiles, num_keys, S.BN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.primitives import larger, unit_column, where_larger
+from mgk.ops.triton.primitives import NEVER, larger, unit_column, where_larger
 
 
 @triton.jit
@@ -44,6 +44,27 @@ def bid(lead, log_w, KEYS_DOWN: tl.constexpr):
 
 
 @triton.jit
+def only_shown(x, shown, MASKED: tl.constexpr):
+    """If MASKED, -inf for pairs that are not `shown`, also where x is NaN."""
+    if MASKED:
+        x = tl.where(shown, x, NEVER)
+    return x
+
+
+@triton.jit
+def exponents(s, scale, log_u, log_w, shown, KEYS_DOWN: tl.constexpr, MASKED: tl.constexpr, M: tl.constexpr):
+    """s scale + log_u[i,r] + log_w[j,r] of each component, if MASKED -inf for pairs that are not `shown`.
+
+    Every pass adds the terms in this order, and subtracts a maximum or a log-sum-exp last: terms of 1e10 are rounded
+    by hundreds, but the largest exponent of a row is still 0.
+    """
+    result = ()
+    for r in tl.static_range(M):
+        result = result + (only_shown(s * scale + bid(log_u[r], log_w[r], KEYS_DOWN), shown, MASKED),)
+    return result
+
+
+@triton.jit
 def best_bid(like, lead, log_w, KEYS_DOWN: tl.constexpr, M: tl.constexpr):
     """max_r(log_w[j,r] + lead[i,r]) with lead[0] = 0, and the component that has it, the first one if several do."""
     best = tl.broadcast_to(log_w[0][:, None] if KEYS_DOWN else log_w[0][None, :], like.shape)
@@ -75,5 +96,15 @@ def lead_over_second(log_w):
 
 @triton.jit
 def weight(x):
-    """2^x of a row whose weights sum to 1, however much rounding of huge exponents says otherwise."""
-    return tl.exp2(tl.minimum(x, 0.0))
+    """2^x of a row whose weights sum to 1, however much rounding of huge exponents says otherwise. NaN stays NaN."""
+    return tl.exp2(tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def weight_of(x, dtype: tl.constexpr):
+    """The same. Products of half precision round alike in every pass, so that no exponent is above 0."""
+    if dtype == tl.float32:
+        result = weight(x)
+    else:
+        result = tl.exp2(x)
+    return result

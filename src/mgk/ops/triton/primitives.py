@@ -23,7 +23,7 @@ SUMS = tl.constexpr(dispatch.SUMS)  # of those that sum without: the least a pro
 # Arguments whose values are not worth a kernel of their own: another batch size compiles nothing.
 COUNTS = ("BATCHES", "section", "H", "num_queries", "num_keys", "query_parts", "parts")
 PAD = tl.constexpr(128)  # what vectors along the queries or keys are padded to: whole tiles of any size in use
-FIELDS = tl.constexpr(5)  # of what is known of the masks of a batch, see `spans`
+FIELDS = tl.constexpr(6)  # of what is known of the masks of a batch, see `spans`
 ALL, FITTING, OVERFLOWING = (tl.constexpr(heads) for heads in (dispatch.ALL, dispatch.FITTING, dispatch.OVERFLOWING))
 
 
@@ -50,6 +50,21 @@ def load_tile(
         block = tl.load(p_tile, mask=(o_column < WIDTH)[None, :], other=0.0)
     else:
         block = tl.load(p_tile)
+    return block
+
+
+@triton.jit
+def load_rows(
+    p_base, start, num_rows, stride, visible, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, HIDES: tl.constexpr,
+):  # fmt: skip
+    """`load_tile`, which in tiles that HIDE rows reads those that are `visible`: 0 times a hidden NaN would be NaN."""
+    if HIDES:
+        o_row, o_column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+        p_tile = p_base + tl.full((), start, tl.int64) * stride + (o_row[:, None] * stride + o_column[None, :])
+        block = tl.load(p_tile, mask=visible[:, None] & (o_column < WIDTH)[None, :], other=0.0)
+    else:
+        block = load_tile(p_base, start, num_rows, stride, ROWS, WIDTH, BLOCK, MASKED)
     return block
 
 
@@ -183,8 +198,21 @@ def widened(x):
 
 @triton.jit
 def finite(x):
-    """-inf, the maximum of nothing, becomes 0."""
+    """-inf, the maximum of nothing, becomes 0. NaN stays NaN."""
     return tl.where(x == NEVER, 0.0, x)
+
+
+@triton.jit
+def not_hidden(x):
+    """NaN in place of -inf, which comes of an infinite key and would hide it."""
+    return tl.where(x == NEVER, float("nan"), x)
+
+
+@triton.jit
+def spread_infinities(x):
+    """NaN in place of infinity, whose product with a key might be minus infinity: a weight of zero."""
+    wide = x.to(tl.float32)
+    return tl.where(wide - wide == 0, wide, float("nan")).to(x.dtype)
 
 
 @triton.jit
@@ -288,6 +316,21 @@ def sees_a_key(p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPA
 
 
 @triton.jit
+def shown_pairs(o_m, o_n, offset, visible, CAUSAL: tl.constexpr, CHECK: tl.constexpr, KEYS_DOWN: tl.constexpr = False):
+    """Which pairs of a tile take part: by the causal mask, and if CHECK by what is known of the columns."""
+    shown = None
+    if CAUSAL and KEYS_DOWN:
+        shown = o_n[:, None] <= o_m[None, :] + offset
+    elif CAUSAL:
+        shown = o_n[None, :] <= o_m[:, None] + offset
+    if CHECK and CAUSAL:
+        shown = shown & visible[None, :]
+    elif CHECK:
+        shown = visible[None, :]
+    return shown
+
+
+@triton.jit
 def load_vector(p_base, start, SIZE: tl.constexpr):
     return tl.load(p_base + start + tl.arange(0, SIZE))
 
@@ -321,13 +364,16 @@ def key_tiles(
 
 @triton.jit
 def query_tiles(
-    i_n, offset, last_query, last_key, num_queries, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    """Where the query tiles of a key block begin; need no causal mask; end as full tiles; and end."""
+    i_n, i_batch, p_span, offset, last_query, last_key, num_queries, CAUSAL: tl.constexpr, MASKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Where the query tiles of a key block begin; need no causal mask; end as full tiles, unmasked; and end."""
     stop = last_query
     if i_n * BN >= last_key:
         stop = 0
     whole = tl.minimum(tl.cdiv(stop, BM), num_queries // BM) * BM
+    if MASKS:
+        whole = tl.minimum(whole, tl.load(p_span + FIELDS * i_batch + 5) // BM * BM)
     begin = stop * 0
     visible = begin
     if CAUSAL:
@@ -373,9 +419,9 @@ def any_overflows(p_overflow, groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def flag_bad_sums(p_overflow, i_bh, l, sees):
-    """Leave this head to the fallback launch if a row that sees a key has a sum near overflow or underflow."""
-    if tl.max((sees & ~((l >= 2.0**-90) & (l <= 2.0**90))).to(tl.int32), 0) > 0:
+def flag_bad_sums(p_overflow, i_bh, l, sees, least=2.0**-90, most=2.0**90):
+    """Leave this head to the fallback launch if a row that sees a key has a sum near overflow or underflow, or NaN."""
+    if tl.max((sees & ~((l >= least) & (l <= most))).to(tl.int32), 0) > 0:
         tl.store(p_overflow + 2 * i_bh + 1, 1.0)
 
 
@@ -387,7 +433,7 @@ def for_each_block(
     """Run `block` on one block of one head; or, of the heads that would overflow, share all blocks among few programs.
 
     The first two of `tensors` are the overflow flags and the spans, the first of `sizes` is H. Blocks of QUERIES start
-    with the last one, which sees the most keys. While forward programs still flag heads whose fixed maximum does not
+    with the last one, which sees the most keys. While forward programs (WIDTH is 0) still flag heads whose sums do not
     fit, those flags are not read: warps of one program might read different values.
     """
     OVERFLOW, SPAN, H = tensors[0], tensors[1], sizes[0]
@@ -404,6 +450,6 @@ def for_each_block(
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, C.SPANS)
         if QUERIES:
             i_block = blocks - 1 - i_block
-        fits = C.HEADS == ALL or not would_overflow(OVERFLOW, i_bh, not C.FIXED)
+        fits = C.HEADS == ALL or not would_overflow(OVERFLOW, i_bh, C.WIDTH > 0)
         if fits and not is_behind(SPAN, i_bh // H, i_block * SIZE, C.PACKED):
             block(i_block, i_bh, tensors, numbers, strides, sizes, C)

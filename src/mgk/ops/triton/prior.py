@@ -37,7 +37,7 @@ from mgk.ops.triton.loads import (
     per_position,
     split_variance,
 )
-from mgk.ops.triton.primitives import NEVER, key_range, zeros_tuple
+from mgk.ops.triton.primitives import NEVER, key_range, spread_infinities, zeros_tuple
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def row_kernel(Q, SHIFT, VARIANCE, ROW, variance, sq, H, num_queries, S: tl.cons
     p_q = head_pointer(Q, sq, i_b, i_h.to(tl.int64))
     b_q = load_active(p_q, i_m * S.BM, o_m < num_queries, sq[2], S.BM, S.D, S.BD).to(tl.float32)  # [BM, BD]
     for r in tl.static_range(S.M):
-        row = tl.zeros([S.BM], tl.float32)
+        row = tl.sum(b_q * 0.0, 1)  # NaN if one of the numbers is not finite
         if SHIFT is not None:
             row += tl.sum(b_q * load_shift(SHIFT, i_h * S.M + r, S.D, S.BD)[None, :], 1)
         if VARIANCE is not None:
@@ -102,7 +102,7 @@ def prior_step(
             row = row + (tl.load(p_row + r * num_queries + o_m, mask=real, other=0.0),)
         if PRODUCT:
             if r == 0:
-                b_q = load_active(p_q, start, real, stride_q, S.BM, S.D, S.BD)  # [BM, BD]
+                b_q = spread_infinities(load_active(p_q, start, real, stride_q, S.BM, S.D, S.BD))  # [BM, BD]
             if r == 0 or not ONE_KEY:
                 product = tl.dot(b_k[r], tl.trans(b_q), input_precision=S.PRECISION)  # [BN, BM]
             s = s + (product * scale[r],)
@@ -122,6 +122,8 @@ def prior_step(
     new = ()
     for r in tl.static_range(S.M):
         part = gamma[r] * weight
+        if MASKED:
+            part = tl.where(weight > 0, part, 0.0)
         if PRODUCT:
             part = tl.sum(part, 1)
         new = new + (sums[r] + part,)
@@ -145,7 +147,7 @@ def prior_kernel(
     p_prior = offset(PRIOR, i_h.to(tl.int64) * sp[0])
 
     keys, bias, scale = (), (), ()
-    active = tl.zeros([S.BN], tl.int1)
+    active, poison = tl.zeros([S.BN], tl.int1), tl.zeros([S.BN], tl.float32)  # NaN if a number is not finite
     for r in tl.static_range(S.M):
         c = component_scale(variance, VARIANCE, i_h * S.M + r)
         if SHIFT is None or r == 0:
@@ -159,12 +161,15 @@ def prior_kernel(
             norm = tl.sum(b_b * (2.0 * b_kr + b_b), 1)  # |k + b|^2 without |k|^2, which cancels
             if PRODUCT:
                 norm = tl.sum((b_kr + b_b) * (b_kr + b_b), 1)
+            b_kr += b_b
+        poison += tl.sum(b_kr * 0.0, 1)
         log_w = add_log_prior(norm * (-0.5 * c), p_prior, sp, r, o_n, num_keys)
-        active = active | (log_w > NEVER)
+        active = active | (log_w != NEVER)
         keys, bias, scale = keys + (b_k,), bias + (log_w,), scale + (c,)
+    active = active | (poison != 0)
     finite_bias = ()
     for r in tl.static_range(S.M):  # a key without components gets zeros at the end; until then any finite bias will do
-        finite_bias = finite_bias + (tl.where(active, bias[r], 0.0),)
+        finite_bias = finite_bias + (tl.where(active, bias[r], 0.0) + poison,)
 
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, SPAN is not None)
     diagonal = num_keys - num_queries

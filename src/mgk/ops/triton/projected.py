@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.loads import load_shift
+from mgk.ops.triton.mixing import weight_of
 from mgk.ops.triton.primitives import (
     COUNTS,
     LOG2E,
@@ -33,6 +34,7 @@ from mgk.ops.triton.primitives import (
     key_range,
     key_tiles,
     load_columns,
+    load_rows,
     load_tile,
     load_vector,
     load_vectors,
@@ -40,12 +42,16 @@ from mgk.ops.triton.primitives import (
     query_tiles,
     sees_a_key,
     sequence,
+    shown_pairs,
     split_columns,
+    spread_infinities,
     store_tile,
     unit_column,
     where_tuple,
     zeros_tuple,
 )
+
+FOREVER = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -85,35 +91,49 @@ def row_biases(b_q, SHIFT, i_h, inverse, C: tl.constexpr):
 
 
 @triton.jit
-def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr, C: tl.constexpr):
-    """l in base 2 (FACTORED: less its key bias), -inf where hidden; the keys; the last product.
+def any_component(log_w, M: tl.constexpr):
+    """Which keys are visible: they have a component left."""
+    visible = log_w[0] != NEVER
+    for r in tl.static_range(1, M):
+        visible = visible | (log_w[r] != NEVER)
+    return visible
 
-    M x [BM, BN], M x [BN, BD] (SHARED: one), [BM, BN]
+
+@triton.jit
+def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr, C: tl.constexpr):
+    """l in base 2 (FACTORED: less its key bias), -inf where hidden; the keys; the last product; the visible keys.
+
+    M x [BM, BN], M x [BN, BD] (SHARED: one), [BM, BN], [BN]
     """
     M: tl.constexpr = C.M
     FACTORED: tl.constexpr = C.NARROW and not C.HARD
     p_k, _, p_lw, _, _ = pointers
     _, i_m, offset, num_keys, padded_keys, stride_km, stride_k, _ = place
     o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
-    if MASKED or not FACTORED:
+    visible = o_n < num_keys
+    CHECKS: tl.constexpr = MASKED and (C.KEY_MASK or not C.EVEN)
+    if CHECKS or not FACTORED:
         log_w = load_vectors(p_lw, start, padded_keys, C.BN, M)
+    if CHECKS:
+        visible = any_component(log_w, M)
+    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, CHECKS) if MASKED else None
     result, keys = (), ()
     for r in tl.static_range(M):
         if r == 0 or not C.SHARED:
-            b_k = load_tile(p_k + r * stride_km, start, num_keys, stride_k, C.BN, C.D, C.BD, MASKED)  # [BN, BD]
+            b_k = load_rows(
+                p_k + r * stride_km, start, num_keys, stride_k, visible, C.BN, C.D, C.BD, MASKED, MASKED and C.KEY_MASK
+            )  # [BN, BD]
             s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
             keys = keys + (b_k,)
         x = s * (inverse[r] * LOG2E)
         if not FACTORED:
             x += log_w[r][None, :]
-        elif MASKED:
-            x += tl.where(log_w[0] == NEVER, NEVER, 0.0)[None, :]
         if C.VARIANCES:
             x += row[r][:, None]
-        if C.CAUSAL and MASKED:
-            x = tl.where(o_n[None, :] <= o_m[:, None] + offset, x, NEVER)
+        if MASKED:
+            x = tl.where(shown, x, NEVER)
         result = result + (x,)
-    return result, keys, s
+    return result, keys, s, visible
 
 
 @triton.jit
@@ -144,7 +164,7 @@ def forward_step(start, state, b_q, row, inverse, pointers, place, numbers, MASK
     acc, m, l = state
     _, p_v, _, p_w, p_seed = pointers
     i_bh, i_m, _, num_keys, padded_keys, _, _, stride_v = place
-    x, _, _ = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
+    x, _, _, visible = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
     if FACTORED:
         p = summed(factored_parts(x, m, load_vectors(p_w, start, padded_keys, C.BN, M), b_q.dtype, False, M), M)
     else:
@@ -168,7 +188,9 @@ def forward_step(start, state, b_q, row, inverse, pointers, place, numbers, MASK
         l += tl.sum(p, 1)
     if C.DROPOUT:  # what is kept is divided by its share at the end
         p = p * dropout(p_seed, i_bh, i_m * C.BM, start, numbers[1], 1.0, False, C.BM, C.BN).to(p.dtype)
-    b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
+    b_v = load_rows(
+        p_v, start, num_keys, stride_v, visible, C.BN, C.DV, C.BV, MASKED, MASKED and C.KEY_MASK
+    )  # [BN, BV]
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=C.PRECISION)
     return acc, m, l
 
@@ -191,6 +213,8 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     if C.NARROW and not C.HARD:
         p_w += i_bh.to(tl.int64) * M * padded_keys
     b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
+    if not C.FIXED:
+        b_q = spread_infinities(b_q)
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
     row = row_biases(b_q, SHIFT, i_h, inverse, C)
 
@@ -220,10 +244,10 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
     if C.FIXED:
         flag_bad_sums(OVERFLOW, i_bh, l, takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS))
-    takes_part = takes_part & (l > 0)
-    out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
+    takes_part = takes_part & (l != 0)  # NaN does: it must be seen
+    out = tl.where(takes_part[:, None], acc / tl.where(l == 0, 1.0, l)[:, None], 0.0)
     store_tile(OUT + origin * sob + i_h * soh, out, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV)
-    tl.store(LSE + p_row + o_m, tl.where(takes_part, m + tl.log2(l), float("inf")))
+    tl.store(LSE + p_row + o_m, tl.where(takes_part, m + tl.log2(l), FOREVER))
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -259,8 +283,10 @@ def query_step(
     _, p_v, _, p_w, p_seed = pointers
     i_bh, i_m, _, num_keys, padded_keys, _, _, stride_v = place
     _, threshold, inverse_keep = numbers
-    b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
-    x, keys, s = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
+    x, keys, s, visible = tile_scores(start, b_q, row, inverse, pointers, place, MASKED, C)
+    b_v = load_rows(
+        p_v, start, num_keys, stride_v, visible, C.BN, C.DV, C.BV, MASKED, MASKED and C.KEY_MASK
+    )  # [BN, BV]
     slope = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)  # [BM, BN]
     if C.DROPOUT:
         slope *= dropout(p_seed, i_bh, i_m * C.BM, start, threshold, inverse_keep, False, C.BM, C.BN)
@@ -271,14 +297,14 @@ def query_step(
         slope = slope.to(b_q.dtype)
     if C.HARD:
         best, won = winner(x, M)
-        whole = tl.exp2(best - lse[:, None]) * slope
+        whole = weight_of(best - lse[:, None], b_q.dtype) * slope
     for r in tl.static_range(M):
         if C.HARD:
             ds = tl.where(won == r, whole, 0.0)
         elif FACTORED:
             ds = parts[r] * slope
         else:
-            ds = tl.exp2(x[r] - lse[:, None]) * slope
+            ds = weight_of(x[r] - lse[:, None], b_q.dtype) * slope
         if C.SHARED:
             moments = moments + (moment[r] + tl.sum(ds * s, 1),)
         else:
@@ -305,7 +331,7 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     _, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, ROW_STATS, DQ, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
     H, num_queries, num_keys, padded_queries, padded_keys, _, parts = sizes
-    inverse_variance = numbers[0]
+    inverse_variance, _, _ = numbers  # as in the other passes, so that the interpreter rounds alike
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
     offset = num_keys - num_queries
@@ -316,11 +342,14 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     p_w = FACTORS
     if C.NARROW and not C.HARD:
         p_w += i_bh.to(tl.int64) * M * padded_keys
-    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
-    b_do = load_tile(DO + origin * sgb + i_h * sgh, i_m * C.BM, num_queries, sgn, C.BM, C.DV, C.BV, True)  # [BM, BV]
+    lse, p_row_stats = load_vector(LSE + p_row, i_m * C.BM, C.BM), ROW_STATS + (p_row + o_m) * C.WIDTH
+    MASKS: tl.constexpr = C.SPANS and not C.PACKED
+    real = lse != FOREVER  # sees a key and is not masked
+    p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
+    b_q = load_rows(p_q, i_m * C.BM, num_queries, sqn, real, C.BM, C.D, C.BD, True, MASKS)  # [BM, BD]
+    b_do = load_rows(p_do, i_m * C.BM, num_queries, sgn, real, C.BM, C.DV, C.BV, True, MASKS)  # [BM, BV]
     b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
-    lse, p_row_stats = load_vector(LSE + p_row, i_m * C.BM, C.BM), ROW_STATS + (p_row + o_m) * C.WIDTH
     tl.store(p_row_stats, lse)
     tl.store(p_row_stats + 1, delta)
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
@@ -345,6 +374,10 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
             b_dq, drow, moment = query_step(
                 start, (b_dq, drow, moment), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, True, C
             )
+    if MASKS:
+        real = load_vector(LSE + p_row, i_m * C.BM, C.BM) != FOREVER
+        b_dq, drow = tl.where(real[:, None], b_dq, 0.0), where_tuple(real, drow, M)
+        moment = where_tuple(real, moment, M)
     if C.VARIANCES:
         o_d, half = tl.arange(0, C.BD), half_norms(b_q, SHIFT, i_h, C)
         p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * PARTS
@@ -386,8 +419,10 @@ def key_step(
     i_bh, i_n, offset, num_queries, stride_q, stride_g = place
     _, threshold, inverse_keep = numbers
     o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
-    b_q = load_tile(p_q, start, num_queries, stride_q, C.BM, C.D, C.BD, MASKED)  # [BM, BD]
-    b_do = load_tile(p_do, start, num_queries, stride_g, C.BM, C.DV, C.BV, MASKED)  # [BM, BV]
+    HIDES: tl.constexpr = MASKED and C.SPANS and not C.PACKED  # some queries are masked
+    real = load_columns(p_row_stats, start, C.BM, C.WIDTH)[0] != FOREVER if HIDES else None
+    b_q = load_rows(p_q, start, num_queries, stride_q, real, C.BM, C.D, C.BD, MASKED, HIDES)  # [BM, BD]
+    b_do = load_rows(p_do, start, num_queries, stride_g, real, C.BM, C.DV, C.BV, MASKED, HIDES)  # [BM, BV]
     slope = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)  # [BN, BM]
     known = load_columns(p_row_stats, start, C.BM, C.WIDTH)
     lse, delta = known[0], known[1]
@@ -409,7 +444,7 @@ def key_step(
         x = x + (y,)
     if C.HARD:
         best, won = winner(x, M)
-        total = tl.exp2(best - lse[None, :])
+        total = weight_of(best - lse[None, :], b_q.dtype)
         whole = total * slope
     elif FACTORED:
         parts = factored_parts(x, lse, w, b_q.dtype, True, M)
@@ -423,7 +458,7 @@ def key_step(
         elif FACTORED:
             ds = parts[r] * slope
         else:
-            part = tl.exp2(x[r] - lse[None, :])
+            part = weight_of(x[r] - lse[None, :], b_q.dtype)
             total += part
             ds = part * slope
         if C.NARROW:
@@ -462,17 +497,21 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
     p_k, p_row = K + origin * skb + i_h * skh, i_bh.to(tl.int64) * padded_queries
     p_row_stats = ROW_STATS + p_row * C.WIDTH
-    b_v = load_tile(V + origin * svb + i_h * svh, i_n * C.BN, num_keys, svn, C.BN, C.DV, C.BV, True)  # [BN, BV]
     log_w = load_vectors(LW + i_bh.to(tl.int64) * M * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
+    seen, p_v = any_component(log_w, M), V + origin * svb + i_h * svh
+    b_v = load_rows(p_v, i_n * C.BN, num_keys, svn, seen, C.BN, C.DV, C.BV, True, C.KEY_MASK)  # [BN, BV]
     w = log_w
     if C.NARROW and not C.HARD:
         w = load_vectors(FACTORS + i_bh.to(tl.int64) * M * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
     keys = ()
     for r in tl.static_range(KEYS):
-        keys = keys + (load_tile(p_k + r * skm, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True),)  # [BN, BD]
+        b_k = load_rows(p_k + r * skm, i_n * C.BN, num_keys, skn, seen, C.BN, C.D, C.BD, True, C.KEY_MASK)  # [BN, BD]
+        keys = keys + (b_k,)
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
 
-    begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, C.CAUSAL, C.BM, C.BN)
+    begin, visible, whole, stop = query_tiles(
+        i_n, i_b, SPAN, offset, last_query, last_key, num_queries, C.CAUSAL, C.SPANS and not C.PACKED, C.BM, C.BN
+    )
     b_dk, b_dv, dw = (
         zeros_tuple([C.BN, C.BD], KEYS),
         tl.zeros([C.BN, C.BV], tl.float32),
@@ -486,7 +525,7 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         b_dk, b_dv, dw = key_step(
             start, (b_dk, b_dv, dw), keys, b_v, log_w, w, inverse, pointers, place, numbers, False, C
         )
-    if C.CAUSAL or not C.EVEN:
+    if C.CAUSAL or C.SPANS or not C.EVEN:
         diagonal, tail = tl.cdiv(visible - begin, C.BM), tl.maximum(visible, whole)
         for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), C.BM), num_stages=1):
             start = tl.where(i < diagonal, begin + i * C.BM, tail + (i - diagonal) * C.BM)
@@ -495,10 +534,9 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
             )
     if C.NARROW:
         dw = split_columns(dw[0], M)
-        if C.KEY_MASK or not C.EVEN:  # a hidden key has whatever is in its own rows
-            seen = log_w[0] != NEVER
-            b_dv, dw = tl.where(seen[:, None], b_dv, 0.0), where_tuple(seen, dw, M)
-            b_dk = where_tuple(seen[:, None], b_dk, KEYS)
+    if C.KEY_MASK or not C.EVEN:  # a hidden key has whatever is in its own rows
+        b_dv, dw = tl.where(seen[:, None], b_dv, 0.0), where_tuple(seen, dw, M)
+        b_dk = where_tuple(seen[:, None], b_dk, KEYS)
     if C.DROPOUT:
         b_dv *= inverse_keep
 
@@ -508,6 +546,8 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         tl.store(p_part, tl.sum(dw[r], 0))
         if r == 0 or not C.SHARED:
             b_k = load_tile(p_k + r * skm, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True).to(tl.float32)
+            if C.KEY_MASK:
+                b_k = tl.where(seen[:, None], b_k, 0.0)
             grad = b_dk[r]
         if C.SHARED:
             b_kr = b_k + load_shift(SHIFT, i_h * M + r, C.D, C.BD)[None, :]  # [BN, BD]

@@ -112,6 +112,7 @@ def read_keys(
             m_new = tl.maximum(m, tl.max(power, 1))
             before = tl.exp(m - m_new)
             weight = tl.sum(mantissa * key_mantissa * tl.exp(power - m_new[:, None]), 1)
+            weight = tl.where(o_n >= j, weight, 0.0)
             b_o = b_o * before[:, None] + weight[:, None] * b_v
             total = total * before + weight
             m = m_new
@@ -171,9 +172,10 @@ def sum_keys(x, z, c, b_do, o_n, p_k, SHIFT, p_v, PRIOR, p_mask, i_h, start, pos
         product = tl.sum(b_do * b_v, 1)  # [BN]: g_i.v_j
         for r in tl.static_range(S.M):
             mantissa, exponent = component(keys, log_prior, r)
-            exponent = tl.where((o_n >= j)[:, None], exponent, NEVER)
+            sees = (o_n >= j)[:, None]
+            exponent = tl.where(sees, exponent, NEVER)
             c_new = tl.maximum(c, exponent)
-            before, b_k = tl.exp(c - c_new), mantissa * tl.exp(exponent - c_new)
+            before, b_k = tl.exp(c - c_new), tl.where(sees, mantissa * tl.exp(exponent - c_new), 0.0)
             x, z, c = x * before + b_k * product[:, None], z * before + b_k, c_new
     return x, z, c
 
@@ -305,6 +307,7 @@ def key_gradient_kernel(
             weights = tl.dot(b_k, tl.trans(shares), input_precision=S.PRECISION)
             weights = dot_operand(tl.where(seen, weights, 0.0), S.PRECISION)
             b_dv = tl.dot(weights, b_do, b_dv, input_precision=S.PRECISION)
+        b_dv = tl.where(active[:, None], b_dv, 0.0)
         store_tile(p_dv, b_dv, start, positions, sdv[2], S.BN, S.DV, S.BV)
         sums = tl.dot(tl.trans(b_do), shares, sums * before[None, :], input_precision=S.PRECISION)
         y = y * before + tl.sum(shares * delta[:, None], 0)

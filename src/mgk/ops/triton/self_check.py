@@ -25,7 +25,7 @@ TOLERANCE = 2**-5  # of the largest entry; both sides round to bfloat16 in a dif
 LOADED, REASON = False, "Triton's interpreter does not run Gluon"
 if not INTERPRETED.value:
     try:
-        from mgk.ops.triton import hopper, hopper_projected, hopper_short, hopper_variances  # noqa: F401
+        from mgk.ops.triton import hopper_backward, hopper_projected, hopper_short, hopper_variances  # noqa: F401
 
         LOADED = dispatch.GLUON_VERSIONS[0] <= VERSION
         REASON = ""

@@ -27,7 +27,19 @@ import triton
 import triton.language as tl
 
 from mgk.ops import dispatch
-from mgk.ops.triton.mixing import best_bid, bid, cast_tuple, exp2_tuple, lead_over_second, mixed, second_share, weight
+from mgk.ops.triton.mixing import (
+    best_bid,
+    bid,
+    cast_tuple,
+    exp2_tuple,
+    exponents,
+    lead_over_second,
+    mixed,
+    only_shown,
+    second_share,
+    weight,
+    weight_of,
+)
 from mgk.ops.triton.primitives import (
     COLUMNS,
     COUNTS,
@@ -39,6 +51,7 @@ from mgk.ops.triton.primitives import (
     key_range,
     key_tiles,
     load_columns,
+    load_rows,
     load_tile,
     load_vector,
     load_vectors,
@@ -48,7 +61,9 @@ from mgk.ops.triton.primitives import (
     query_tiles,
     sees_a_key,
     sequence,
+    shown_pairs,
     split_columns,
+    spread_infinities,
     store_tile,
     unit_column,
     where_tuple,
@@ -79,13 +94,14 @@ def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.c
     i_bh, i_m, offset, num_keys, padded_keys, stride_k, stride_v = place
     scale, threshold, _, _ = numbers
     o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
-    b_k = load_tile(p_k, start, num_keys, stride_k, C.BN, C.D, C.BD, MASKED)  # [BN, BD]
+    HIDES: tl.constexpr = MASKED and C.KEY_MASK
+    visible = load_vector(p_keys, start, C.BN) == 0 if MASKED else None
+    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, C.KEY_MASK or not C.EVEN) if MASKED else None
+    b_k = load_rows(p_k, start, num_keys, stride_k, visible, C.BN, C.D, C.BD, MASKED, HIDES)  # [BN, BD]
     s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)  # [BM, BN]
-    if C.CAUSAL and MASKED:
-        s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
+    if MASKED and is_fast(C.PATH):
+        s = tl.where(shown, s, NEVER)
     if is_fast(C.PATH):
-        if MASKED:
-            s += load_vector(p_keys, start, C.BN)[None, :]
         m_safe = m
         if not C.FIXED:
             m, m_safe, alpha = online_softmax(tl.max(s, 1) * scale, m)
@@ -101,20 +117,21 @@ def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.c
             best = log_w[0][None, :] + tl.zeros_like(s)
             for r in tl.static_range(1, M):
                 best = tl.maximum(best, bid(rows[r], log_w[r], False))
-            x = s * scale + best
+            x = only_shown(s * scale + best, shown, MASKED)
             if C.FIXED:
                 p = tl.exp2(x - m[:, None])
             else:
                 m, m_safe, alpha = online_softmax(tl.max(x, 1), m)
                 p = tl.exp2(x - m_safe[:, None])
         else:
-            x_max = tl.max(s * scale + bid(rows[0], log_w[0], False), 1)
+            x = exponents(s, scale, rows, log_w, shown, False, MASKED, M)
+            x_max = tl.max(x[0], 1)
             for r in tl.static_range(1, M):
-                x_max = tl.maximum(x_max, tl.max(s * scale + bid(rows[r], log_w[r], False), 1))
+                x_max = tl.maximum(x_max, tl.max(x[r], 1))
             m, m_safe, alpha = online_softmax(x_max, m)
-            p = tl.exp2(s * scale + bid(rows[0] - m_safe, log_w[0], False))
+            p = tl.exp2(x[0] - m_safe[:, None])
             for r in tl.static_range(1, M):
-                p += tl.exp2(s * scale + bid(rows[r] - m_safe, log_w[r], False))
+                p += tl.exp2(x[r] - m_safe[:, None])
     if not C.FIXED:
         l, acc = l * alpha, acc * alpha[:, None]
     if C.NARROW:
@@ -123,7 +140,7 @@ def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.c
         l += tl.sum(p, 1)
     if C.DROPOUT:  # what is kept is divided by its share at the end
         p = p * dropout(p_seed, i_bh, i_m * C.BM, start, threshold, 1.0, False, C.BM, C.BN).to(p.dtype)
-    b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
+    b_v = load_rows(p_v, start, num_keys, stride_v, visible, C.BN, C.DV, C.BV, MASKED, HIDES)  # [BN, BV]
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=C.PRECISION)
     return acc, m, l
 
@@ -147,6 +164,8 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         p_rows + (1 + M if C.PATH == FALLBACK else 1) * padded_queries, i_m * C.BM, padded_queries, C.BM, M
     )
     p_narrow = FACTORS
+    if not is_fast(C.PATH):
+        b_q = spread_infinities(b_q)
     if C.PATH == FAST_HARD:
         rows = exp2_tuple(rows, M)
     if C.NARROW:
@@ -176,11 +195,14 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     takes_part = o_m < num_queries
     if C.MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
-    if C.FIXED:
+    if C.FIXED or C.PATH == FAST:
         sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS)
-        flag_bad_sums(OVERFLOW, i_bh, l, sees)
-    takes_part = takes_part & (l > 0)
-    out = tl.where(takes_part[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
+        if C.FIXED:
+            flag_bad_sums(OVERFLOW, i_bh, l, sees)
+        else:  # float16 rounds each of N weights by up to 2^-25, which should be below 2^-11 of their sum
+            flag_bad_sums(OVERFLOW, i_bh, l, sees, 2.0**-14 * tl.sqrt(num_keys.to(tl.float32)), 2.0**15)
+    takes_part = takes_part & (l != 0)  # NaN does: it must be seen
+    out = tl.where(takes_part[:, None], acc / tl.where(l == 0, 1.0, l)[:, None], 0.0)
     store_tile(OUT + origin * sob + i_h * soh, out, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV)
     tl.store(p_rows + o_m, tl.where(takes_part, m + tl.log2(l), FOREVER))
 
@@ -212,19 +234,20 @@ def query_step(
     i_bh, i_m, offset, num_keys, padded_keys, stride_k, stride_v = place
     scale, threshold, inverse_keep, _ = numbers
     o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
-    b_k = load_tile(p_k, start, num_keys, stride_k, C.BN, C.D, C.BD, MASKED)  # [BN, BD]
-    b_v = load_tile(p_v, start, num_keys, stride_v, C.BN, C.DV, C.BV, MASKED)  # [BN, BV]
+    HIDES: tl.constexpr = MASKED and C.KEY_MASK
+    visible = load_vector(p_keys, start, C.BN) == 0 if MASKED else None
+    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, C.KEY_MASK or not C.EVEN) if MASKED else None
+    b_k = load_rows(p_k, start, num_keys, stride_k, visible, C.BN, C.D, C.BD, MASKED, HIDES)  # [BN, BD]
+    b_v = load_rows(p_v, start, num_keys, stride_v, visible, C.BN, C.DV, C.BV, MASKED, HIDES)  # [BN, BV]
     s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)  # [BM, BN]
-    if C.CAUSAL and MASKED:
-        s = tl.where(o_n[None, :] <= o_m[:, None] + offset, s, NEVER)
+    if MASKED and is_fast(C.PATH):
+        s = tl.where(shown, s, NEVER)
     slope = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)  # [BM, BN]
     if C.DROPOUT:
         slope *= dropout(p_seed, i_bh, i_m * C.BM, start, threshold, inverse_keep, False, C.BM, C.BN)
     slope -= delta[:, None]
     new = (du[0],)
     if is_fast(C.PATH):
-        if MASKED:
-            s += load_vector(p_keys, start, C.BN)[None, :]
         g = tl.exp2(s * scale - lse[:, None]) * slope
         if C.PATH == FAST_HARD:
             g, rho = g.to(b_k.dtype), cast_tuple(rows, b_k.dtype, M)
@@ -251,7 +274,8 @@ def query_step(
         log_w = load_vectors(p_keys + (1 + M) * padded_keys, start, padded_keys, C.BN, M)
         if C.PATH == HARD:
             best, won = best_bid(slope, rows, log_w, False, M)
-            ds = tl.exp2(s * scale + best - lse[:, None]) * slope
+            x = only_shown(s * scale + best, shown, MASKED)
+            ds = weight_of(x - lse[:, None], b_k.dtype) * slope
             for r in tl.static_range(1, M):
                 share = tl.where(won == r, ds, 0.0)
                 if C.NARROW:
@@ -259,9 +283,10 @@ def query_step(
                 else:
                     new = new + (du[r] + tl.sum(share, 1),)
         else:
-            ds = weight(s * scale + bid(rows[0] - lse, log_w[0], False)) * slope
+            x = exponents(s, scale, rows, log_w, shown, False, MASKED, M)
+            ds = weight(x[0] - lse[:, None]) * slope
             for r in tl.static_range(1, M):
-                part = weight(s * scale + bid(rows[r] - lse, log_w[r], False)) * slope
+                part = weight(x[r] - lse[:, None]) * slope
                 ds += part
                 new = new + (du[r] + tl.sum(part, 1),)
     b_dq = tl.dot(ds.to(b_k.dtype), b_k, b_dq, input_precision=C.PRECISION)
@@ -313,11 +338,14 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
     p_keys = KEYS + i_g * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_g * (1 + 2 * M) * padded_queries
-    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
-    b_do = load_tile(DO + origin * sgb + i_h * sgh, i_m * C.BM, num_queries, sgn, C.BM, C.DV, C.BV, True)  # [BM, BV]
+    lse = load_vector(p_rows, i_m * C.BM, C.BM)
+    MASKS: tl.constexpr = C.SPANS and not C.PACKED
+    real = lse != FOREVER  # sees a key and is not masked
+    p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
+    b_q = load_rows(p_q, i_m * C.BM, num_queries, sqn, real, C.BM, C.D, C.BD, True, MASKS)  # [BM, BD]
+    b_do = load_rows(p_do, i_m * C.BM, num_queries, sgn, real, C.BM, C.DV, C.BV, True, MASKS)  # [BM, BV]
     b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
-    lse = load_vector(p_rows, i_m * C.BM, C.BM)
     rows = load_vectors(
         p_rows + (1 + M if C.PATH == FALLBACK else 1) * padded_queries, i_m * C.BM, padded_queries, C.BM, M
     )
@@ -362,12 +390,17 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     dlog_u = (rest,) + dlog_u
 
     p_part = PART + (i_g * parts + i_m) * M * (C.BD + 1)
-    b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True, True)
+    b_q = load_tile(p_q, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True, True)
+    if MASKS:
+        real = load_vector(p_rows, i_m * C.BM, C.BM) != FOREVER
+        b_q, dlog_u = tl.where(real[:, None], b_q, 0.0), where_tuple(real, dlog_u, M)
     for r in tl.static_range(M):
         b_b = tl.load(SHIFT + (i_h * M + r) * C.D + o_d, mask=o_d < C.D, other=0.0).to(tl.float32)
         b_dq += dlog_u[r][:, None] * b_b[None, :]
         tl.store(p_part + r * (C.BD + 1) + o_d, tl.sum(dlog_u[r][:, None] * b_q.to(tl.float32), 0) * inverse_variance)
         tl.store(p_part + r * (C.BD + 1) + C.BD, 0.0)
+    if MASKS:
+        b_dq = tl.where(real[:, None], b_dq, 0.0)
     store_tile(DQ + origin * sdb + i_h * sdh, b_dq * inverse_variance, i_m * C.BM, num_queries, sdn, C.BM, C.D, C.BD)
 
 
@@ -396,11 +429,16 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
     i_bh, i_n, offset, num_queries, padded_queries, stride_q, stride_g = place
     scale, threshold, inverse_keep, _ = numbers
     o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
-    b_q = load_tile(p_q, start, num_queries, stride_q, C.BM, C.D, C.BD, MASKED)  # [BM, BD]
-    b_do = load_tile(p_do, start, num_queries, stride_g, C.BM, C.DV, C.BV, MASKED)  # [BM, BV]
+    HIDES: tl.constexpr = MASKED and C.SPANS and not C.PACKED  # some queries are masked
+    CHECKS: tl.constexpr = HIDES or (MASKED and C.CAUSAL)
+    real, shown = load_columns(p_row_stats, start, C.BM, C.WIDTH)[0] != FOREVER if HIDES else None, None
+    b_q = load_rows(p_q, start, num_queries, stride_q, real, C.BM, C.D, C.BD, MASKED, HIDES)  # [BM, BD]
+    b_do = load_rows(p_do, start, num_queries, stride_g, real, C.BM, C.DV, C.BV, MASKED, HIDES)  # [BM, BV]
     s = tl.dot(b_k, tl.trans(b_q), input_precision=C.PRECISION)  # [BN, BM]
-    if C.CAUSAL and MASKED:
-        s = tl.where(o_n[:, None] <= o_m[None, :] + offset, s, NEVER)
+    if CHECKS:
+        shown = shown_pairs(o_m, o_n, offset, real, C.CAUSAL, HIDES, True)
+        if is_fast(C.PATH):
+            s = tl.where(shown, s, NEVER)
     slope = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)  # [BN, BM]
     known = load_columns(p_row_stats, start, C.BM, C.WIDTH)
     lse, delta, rows = known[0], known[1], ()
@@ -438,7 +476,8 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
             p, ds = e * mix, g * mix
     elif C.PATH == HARD:
         best, won = best_bid(slope, rows, w, True, M)
-        p = tl.exp2(s * scale + best - lse[None, :])
+        x = only_shown(s * scale + best, shown, CHECKS)
+        p = weight_of(x - lse[None, :], b_k.dtype)
         ds = p * slope
         if C.NARROW:
             new = new + (tl.dot(ds.to(b_q.dtype), unit_column(0, C.BM, b_q.dtype), dw[0]),)
@@ -453,8 +492,9 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
     else:
         log_u = load_vectors(p_rows + (1 + M) * padded_queries, start, padded_queries, C.BM, M)
         p, ds = tl.zeros_like(s), tl.zeros_like(s)
+        x = exponents(s, scale, log_u, w, shown, True, CHECKS, M)
         for r in tl.static_range(M):
-            part = weight(s * scale + bid(log_u[r] - lse, w[r], True))
+            part = weight(x[r] - lse[None, :])
             p += part
             part *= slope
             ds += part
@@ -483,13 +523,17 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     p_row_stats = ROW_STATS + i_bh.to(tl.int64) * C.WIDTH * padded_queries
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
-    b_k = load_tile(K + origin * skb + i_h * skh, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True)  # [BN, BD]
-    b_v = load_tile(V + origin * svb + i_h * svh, i_n * C.BN, num_keys, svn, C.BN, C.DV, C.BV, True)  # [BN, BV]
+    seen, p_k = load_vector(p_keys, i_n * C.BN, C.BN) == 0, K + origin * skb + i_h * skh
+    b_k = load_rows(p_k, i_n * C.BN, num_keys, skn, seen, C.BN, C.D, C.BD, True, C.KEY_MASK)  # [BN, BD]
+    p_v = V + origin * svb + i_h * svh
+    b_v = load_rows(p_v, i_n * C.BN, num_keys, svn, seen, C.BN, C.DV, C.BV, True, C.KEY_MASK)  # [BN, BV]
     w = load_vectors(p_keys + (1 if is_fast(C.PATH) else 1 + M) * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
     if C.PATH == FAST_HARD:
         w += (lead_over_second(load_vectors(p_keys + (1 + M) * padded_keys, i_n * C.BN, padded_keys, C.BN, M)),)
 
-    begin, visible, whole, stop = query_tiles(i_n, offset, last_query, last_key, num_queries, C.CAUSAL, C.BM, C.BN)
+    begin, visible, whole, stop = query_tiles(
+        i_n, i_b, SPAN, offset, last_query, last_key, num_queries, C.CAUSAL, C.SPANS and not C.PACKED, C.BM, C.BN
+    )
     b_dk, b_dv = tl.zeros([C.BN, C.BD], tl.float32), tl.zeros([C.BN, C.BV], tl.float32)
     p_columns = ROW_COLUMNS
     if C.NARROW and C.PATH == FAST:
@@ -504,7 +548,7 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     place = (i_bh, i_n, offset, num_queries, padded_queries, sqn, sgn)
     for start in range(visible, whole, C.BM):
         b_dk, b_dv, dw = key_step(start, (b_dk, b_dv, dw), b_k, b_v, w, pointers, place, numbers, False, C)
-    if C.CAUSAL or not C.EVEN:
+    if C.CAUSAL or C.SPANS or not C.EVEN:
         diagonal, tail = tl.cdiv(visible - begin, C.BM), tl.maximum(visible, whole)
         for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), C.BM), num_stages=1):
             start = tl.where(i < diagonal, begin + i * C.BM, tail + (i - diagonal) * C.BM)
@@ -522,13 +566,13 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     else:
         for r in tl.static_range(M):
             dlog_w = dlog_w + (dw[r] * w[r] if C.PATH == FAST else dw[r],)
-    if is_fast(C.PATH) and (C.KEY_MASK or not C.EVEN):  # a hidden key has whatever is in its own rows
-        seen = load_vector(p_keys, i_n * C.BN, C.BN) == 0
-        b_dk, b_dv = tl.where(seen[:, None], b_dk, 0.0), tl.where(seen[:, None], b_dv, 0.0)
+    b_k = load_tile(p_k, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True)
+    seen = load_vector(p_keys, i_n * C.BN, C.BN) == 0
+    if C.KEY_MASK or not C.EVEN:  # a hidden key has whatever is in its own rows
+        b_k, b_dv = tl.where(seen[:, None], b_k, 0.0), tl.where(seen[:, None], b_dv, 0.0)
         dlog_w = where_tuple(seen, dlog_w, M)
 
     p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * (C.BD + 1)
-    b_k = load_tile(K + origin * skb + i_h * skh, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True)
     for r in tl.static_range(M):
         b_b = tl.load(SHIFT + (i_h * M + r) * C.D + o_d, mask=o_d < C.D, other=0.0).to(tl.float32)
         pull = dlog_w[r][:, None] * (b_k.to(tl.float32) + b_b[None, :])
@@ -537,6 +581,8 @@ def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         tl.store(p_part + r * (C.BD + 1) + C.BD, tl.sum(dlog_w[r], 0))
         if C.POSITIONS:
             tl.store(DLW + (i_bh.to(tl.int64) * M + r) * positions + o_n, dlog_w[r], mask=o_n < num_keys)
+    if C.KEY_MASK or not C.EVEN:
+        b_dk = tl.where(seen[:, None], b_dk, 0.0)
     store_tile(DK + origin * sdb + i_h * sdh, b_dk * inverse_variance, i_n * C.BN, num_keys, sdn, C.BN, C.D, C.BD)
     store_tile(GRAD_V + origin * seb + i_h * seh, b_dv, i_n * C.BN, num_keys, sen, C.BN, C.DV, C.BV)
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.bias import shifted_bias_block
-from mgk.ops.triton.mixing import best_bid, bid, weight
+from mgk.ops.triton.mixing import best_bid, exponents, only_shown, weight
 from mgk.ops.triton.primitives import (
     ALL,
     COLUMNS,
@@ -28,6 +28,7 @@ from mgk.ops.triton.primitives import (
     NEVER,
     SUMS,
     dropout,
+    load_rows,
     load_tile,
     load_vector,
     load_vectors,
@@ -37,7 +38,7 @@ from mgk.ops.triton.primitives import (
     would_overflow,
     zeros_tuple,
 )
-from mgk.ops.triton.shifted import FALLBACK, FAST, HARD, forward_block
+from mgk.ops.triton.shifted import FALLBACK, FAST, FOREVER, HARD, forward_block
 
 LOWEST = tl.constexpr(-1e30)  # stands for minus infinity, but times zero it is zero
 
@@ -114,8 +115,9 @@ def prepare(
     o_d, o_v, o_column = tl.arange(0, C.BD), tl.arange(0, C.BV), tl.arange(0, COLUMNS)
     for start in range(0, num_queries, C.BM):
         o_m = start + tl.arange(0, C.BM)
-        b_q = load_tile(p_q, start, num_queries, stride_q, C.BM, C.D, C.BD, True)  # [BM, BD]
-        b_do = load_tile(p_do, start, num_queries, stride_g, C.BM, C.DV, C.BV, True)  # [BM, BV]
+        real = load_vector(p_rows, start, C.BM) != FOREVER  # sees a key and is not masked
+        b_q = load_rows(p_q, start, num_queries, stride_q, real, C.BM, C.D, C.BD, True, C.SPANS)  # [BM, BD]
+        b_do = load_rows(p_do, start, num_queries, stride_g, real, C.BM, C.DV, C.BV, True, C.SPANS)  # [BM, BV]
         b_o = load_tile(p_out, start, num_queries, stride_o, C.BM, C.DV, C.BV, True)  # [BM, BV]
         delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
         tl.store(p_delta + o_m, delta)
@@ -157,18 +159,25 @@ def backward_step(
     scale, threshold, inverse_keep, _ = numbers
     g_q, e_do, g_sum = sums
     p_tile = p_rest + start * C.WIDTH
-    b_q = load_tile(p_q, start, num_queries, stride_q, C.BM, C.D, C.BD, not C.EVEN)  # [BM, BD]
-    b_do = load_tile(p_do, start, num_queries, stride_g, C.BM, C.DV, C.BV, not C.EVEN)  # [BM, BV]
+    real = load_vector(p_rows, start, C.BM) != FOREVER if C.SPANS else None
+    b_q = load_rows(p_q, start, num_queries, stride_q, real, C.BM, C.D, C.BD, not C.EVEN, C.SPANS)  # [BM, BD]
+    b_do = load_rows(p_do, start, num_queries, stride_g, real, C.BM, C.DV, C.BV, not C.EVEN, C.SPANS)  # [BM, BV]
     b_c = load_tile(p_tile, 0, C.BM, C.WIDTH, C.BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
     s, slope = tl.zeros([C.BN, C.BM], tl.float32), tl.zeros([C.BN, C.BM], tl.float32)
     if PATH != FALLBACK:
         s = tl.dot(three_ones(SUMS, C.BN), tl.trans(b_c))
     s = tl.dot(b_k, tl.trans(b_q), s)
+    CHECKS: tl.constexpr = MASKED or C.KEY_MASK or not C.EVEN or C.SPANS
+    shown = tl.full([C.BN, 1], 1, tl.int1)
     if MASKED:
         o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
-        s = tl.where(o_n[:, None] <= o_m[None, :] + offset, s, NEVER)
+        shown = o_n[:, None] <= o_m[None, :] + offset
     if C.KEY_MASK or not C.EVEN:
-        s = tl.where(seen[:, None], s, NEVER)
+        shown = shown & seen[:, None]
+    if C.SPANS:
+        shown = shown & real[None, :]
+    if CHECKS and PATH == FAST:
+        s = tl.where(shown, s, NEVER)
     drop = 1.0
     if C.DROPOUT:
         drop = dropout(p_seed, i_bh, start, i_n * C.BN, threshold, inverse_keep, True, C.BM, C.BN)
@@ -191,9 +200,10 @@ def backward_step(
         new_sum = (tl.dot(g, b_c, g_sum[0]),)
     elif C.HARD:  # the first component has what the others leave
         best, won = best_bid(s, load_vectors(p_rows + padded_queries, start, padded_queries, C.BM, M), log_w, True, M)
+        x = only_shown(s * scale + best, shown, CHECKS)
         if PATH == FALLBACK:
-            best -= load_vector(p_rows, start, C.BM)[None, :]
-        total = tl.exp2(s * scale + best)
+            x -= load_vector(p_rows, start, C.BM)[None, :]
+        total = tl.exp2(x)
         g_all = total * slope
         g = g_all.to(b_q.dtype)
         new_q, new_do = (tl.dot(g, b_q, g_q[0]),), (tl.dot((total * drop).to(b_q.dtype), b_do, e_do[0]),)
@@ -207,8 +217,9 @@ def backward_step(
     else:
         log_u = load_vectors(p_rows + (1 + M) * padded_queries, start, padded_queries, C.BM, M)
         lse, total = load_vector(p_rows, start, C.BM), tl.zeros_like(s)
+        x = exponents(s, scale, log_u, log_w, shown, True, CHECKS, M)
         for r in tl.static_range(M):
-            part = weight(s * scale + bid(log_u[r] - lse, log_w[r], True))
+            part = weight(x[r] - lse[None, :])
             total += part
             g = (part * slope).to(b_q.dtype)
             new_q = new_q + (tl.dot(g, b_q, g_q[r]),)
@@ -279,9 +290,10 @@ def backward_head(i_bh, tensors, numbers, strides, sizes, PATH: tl.constexpr, C:
     dshift, dprior = zeros_tuple([C.BD], M), zeros_tuple([1], M)
     for i_n in range(0, tl.cdiv(num_keys, C.BN)):
         o_n = i_n * C.BN + tl.arange(0, C.BN)
-        b_k = load_tile(K + i_b * skb + i_h * skh, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True)  # [BN, BD]
-        b_v = load_tile(V + i_b * svb + i_h * svh, i_n * C.BN, num_keys, svn, C.BN, C.DV, C.BV, True)  # [BN, BV]
         seen = load_vector(p_keys, i_n * C.BN, C.BN) == 0
+        p_k, p_v = K + i_b * skb + i_h * skh, V + i_b * svb + i_h * svh
+        b_k = load_rows(p_k, i_n * C.BN, num_keys, skn, seen, C.BN, C.D, C.BD, True, C.KEY_MASK)  # [BN, BD]
+        b_v = load_rows(p_v, i_n * C.BN, num_keys, svn, seen, C.BN, C.DV, C.BV, True, C.KEY_MASK)  # [BN, BV]
         w = load_vectors(p_keys + (1 if PATH == FAST else 1 + M) * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
         b_kr, first = (), tl.zeros([C.BD], tl.float32)
         for r in tl.static_range(M):
@@ -332,6 +344,8 @@ def backward_head(i_bh, tensors, numbers, strides, sizes, PATH: tl.constexpr, C:
             if PATH == FAST:
                 pull, dlog_w = pull * w[r][:, None], dlog_w * w[r]
                 b_dv += e_do[r] * w[r][:, None]
+            if C.KEY_MASK:  # a hidden key has zeros, unless a query that it meets has NaN
+                pull, dlog_w = tl.where(seen[:, None], pull, 0.0), tl.where(seen, dlog_w, 0.0)
             pull -= dlog_w[:, None] * (b_k.to(tl.float32) + b_b[None, :])
             b_dk += pull
             new_shift = new_shift + (dshift[r] + tl.sum(pull, 0),)
@@ -340,6 +354,8 @@ def backward_head(i_bh, tensors, numbers, strides, sizes, PATH: tl.constexpr, C:
                 tl.store(DLW + (i_g * M + r) * num_keys + o_n, dlog_w, mask=o_n < num_keys)
         if PATH != FAST:
             b_dv = e_do[0]
+        if C.KEY_MASK:
+            b_dk, b_dv = tl.where(seen[:, None], b_dk, 0.0), tl.where(seen[:, None], b_dv, 0.0)
         dshift, dprior = new_shift, new_prior
         store_tile(DK + i_b * sdb + i_h * sdh, b_dk * inverse_variance, i_n * C.BN, num_keys, sdn, C.BN, C.D, C.BD)
         store_tile(GRAD_V + i_b * seb + i_h * seh, b_dv, i_n * C.BN, num_keys, sen, C.BN, C.DV, C.BV)
@@ -351,9 +367,10 @@ def backward_head(i_bh, tensors, numbers, strides, sizes, PATH: tl.constexpr, C:
     tl.debug_barrier()
     for start in range(0, num_queries, C.BM):
         p_sum = p_dq + start * C.BD + (tl.arange(0, C.BM)[:, None] * C.BD + o_d[None, :])
-        store_tile(
-            DQ + i_b * sxb + i_h * sxh, tl.load(p_sum) * inverse_variance, start, num_queries, sxn, C.BM, C.D, C.BD
-        )
+        b_dq = tl.load(p_sum) * inverse_variance
+        if C.SPANS:
+            b_dq = tl.where((load_vector(p_rows, start, C.BM) != FOREVER)[:, None], b_dq, 0.0)
+        store_tile(DQ + i_b * sxb + i_h * sxh, b_dq, start, num_queries, sxn, C.BM, C.D, C.BD)
 
 
 @triton.jit(do_not_specialize=COUNTS)
