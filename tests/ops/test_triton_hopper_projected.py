@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.ops.common import Case
-from tests.ops.test_triton import assert_low_precision
+from tests.ops.test_triton import assert_low_precision, run
 from tests.ops.test_triton_hopper import ALL, CASE, assert_near, modules, taken
 
 __all__ = ["modules", "taken"]  # fixtures
@@ -90,3 +90,42 @@ def test_widths_between(case: Case, dtype: torch.dtype, kernels: list[str], take
     """Zeros fill the blocks, whose width is that of the wider one of heads and values."""
     assert_low_precision(case, dtype)
     assert taken == kernels
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(HALF, torch.float16), (replace(VARIANCES, H=1), torch.bfloat16)], ids=["float16", "variances"]
+)
+def test_a_component_that_its_prior_removes(case: Case, dtype: torch.dtype, taken: list[str]) -> None:
+    case = replace(case, Nq=130, Nk=200, is_causal=True, prior="position")
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    inputs["log_prior"][:, 0, ::3] = -torch.inf
+    inputs["log_prior"][:, 1, 100] = -torch.inf
+    assert_near(inputs, case.options(), dtype)
+    assert taken == ALL
+
+
+def test_variances_far_apart(taken: list[str]) -> None:
+    """The component with the smaller variance has few of the weights and nearly all of the gradient: it must not be
+    what sums over the other one leave.
+    """
+    case = replace(VARIANCES, Nq=130, Nk=200)
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    inputs["variance"] = torch.tensor([[8.0, 2000.0], [1e6, 8.0]])
+    inputs = {name: x.bfloat16() if name in ("query", "key", "value") else x for name, x in inputs.items()}
+    exact = run({name: x.double() for name, x in inputs.items()}, "reference", {})
+    for name, have, want in zip(["output", *inputs], run(inputs, "triton", {}), exact, strict=True):
+        if name != "log_prior":  # whose sum cancels
+            assert float((have - want).norm()) <= 4 * torch.finfo(torch.bfloat16).eps * float(want.norm()), name
+    assert taken == ALL
+
+
+def test_not_a_number_in_float16(taken: list[str]) -> None:
+    """Rows that see it are NaN, as on the other paths; other heads are not touched."""
+    case = replace(HALF, H=2, Nq=130, Nk=200, is_causal=True)
+    inputs = {name: x.detach().half() for name, x in case.inputs(torch.float32).items()}
+    inputs["key"][0, 1, 0, 150, 3] = torch.nan
+    output = run(inputs, "triton", case.options())[0]
+    seen = torch.arange(130) + 70 >= 150
+    assert output[0, 1].isnan().all(-1).equal(seen)
+    assert not output[0, 0].isnan().any()
+    assert taken == ALL

@@ -264,6 +264,10 @@ def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
     )
     if call.narrow and not call.hard and (not call.variances or call.shares_on_hopper()):
         backward = (Launch("generic", FITTING, FAST, narrow=True), Launch("generic", OVERFLOWING, path))
+    if not fixed:  # sums of the heads that the Hopper kernels leave to the fallback path are not numbers
+        split = (Launch("generic", FITTING, path), Launch("generic", OVERFLOWING, path))
+        forward = split if call.projects_on_hopper(32) else forward
+        backward = split if call.projects_on_hopper(64) and not call.hard else backward
     if call.projects_on_hopper(32) or call.shares_on_hopper():
         forward = on_hopper(forward)
     if call.projects_on_hopper(32 if call.hard else 64) or call.shares_on_hopper():

@@ -104,15 +104,15 @@ class Problem:
 
     def plan(self, *others: Tensor) -> Plan:
         """What runs. `others` are further tensors that the kernels read in tiles."""
-        family, device = "projected" if self.shift is None else "shifted", self.query.device
+        family, device = "projected" if self.shift is None or self.shared else "shifted", self.query.device
         on_hopper = capability(device) == HOPPER
         short = max(self.query.shape[2], self.key.shape[-2]) <= dispatch.SHORT
-        gluon = on_hopper and self_check.trusted(family, short, device)
+        gluon = on_hopper and self_check.trusted("shared" if self.shared else family, short, device)
         call = Call(
-            family="projected" if self.shared else family, dtype=dtype_name(self.query.dtype),
-            capability=capability(device), hip=bool(torch.version.hip), gluon=gluon, queries=self.query.shape[2],
-            keys=self.key.shape[-2], width=self.width, value_width=self.value.shape[-1], components=self.components,
-            hard=self.hard, masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
+            family=family, dtype=dtype_name(self.query.dtype), capability=capability(device),
+            hip=bool(torch.version.hip), gluon=gluon, queries=self.query.shape[2], keys=self.key.shape[-2],
+            width=self.width, value_width=self.value.shape[-1], components=self.components, hard=self.hard,
+            masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
             dropout=self.dropout_p > 0, variances=self.variances is not None, shared=self.shared,
             aligned=gluon and all(map(is_aligned, (self.query, self.key, self.value, *others))),
         )  # fmt: skip

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -93,8 +94,11 @@ def small_call(family: str, short: bool, device: torch.device) -> list[Tensor]:
 
     with torch.enable_grad():
         query, value = make(1, 2, length, width), make(1, 2, length, width)
-        rest = None, width**0.5, "soft", True, None, 0.0
-        if family == "shifted":
+        variance: float | Tensor = width**0.5
+        if family == "shared":
+            variance = torch.linspace(4, 12, 4, device=device).view(2, 2)
+        rest: tuple[Any, ...] = None, variance, "soft", True, None, 0.0
+        if family != "projected":
             inputs = [query, make(1, 2, length, width), make(2, 2, width, dtype=torch.float32), value]
             output = smgk_attention(*inputs, *rest)
         else:
