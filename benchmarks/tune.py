@@ -24,6 +24,7 @@ from mgk.ops.dispatch import PASSES, Call
 from mgk.ops.measure import capture, cuda_milliseconds
 from mgk.ops.tiles import Tile
 from mgk.ops.triton import launch_projected, launch_shifted, operators
+from mgk.ops.triton.launch import launch
 
 FAMILIES = ("shifted", "projected")
 
@@ -156,7 +157,7 @@ def main() -> None:
     options = parser.parse_args()
     allow(options.tf32)
     problems = [
-        Problem(family, dtype, step == "hard", width, components, *options.size, options.causal)
+        Problem(family, dtype, step == "hard", width, components, *options.size, options.causal)  # type: ignore[call-arg]
         for family, dtype, step, width, components in product(
             options.families, options.dtypes, options.e_steps, options.widths, options.components
         )
@@ -164,7 +165,7 @@ def main() -> None:
     jobs = [(each, kind, tile) for each in problems for kind in options.passes for tile in candidates(each, kind)]
     with multiprocessing.get_context("spawn").Pool(options.processes, allow, (options.tf32,)) as pool:
         spills = dict(zip(jobs, pool.map(spilled, jobs, chunksize=1), strict=True))
-    replace_launch(launch_shifted.launch)
+    replace_launch(launch)
     found = {}
     for problem in problems:
         work = passes(problem)

@@ -21,7 +21,7 @@ def launches(chosen: Plan) -> list[Launch]:
     return [*chosen.forward, *chosen.query, *chosen.key]
 
 
-def passes(call: Call) -> list[tuple[Launch, ...]]:
+def passes(call: Call) -> list[tuple[Any, ...]]:
     chosen = plan(call)
     return [chosen.forward, chosen.query, chosen.key]
 
@@ -88,7 +88,7 @@ def test_what_cannot_fit_is_an_error_that_says_so() -> None:
 
 
 def test_heads_that_would_overflow_get_smaller_inner_tiles() -> None:
-    chosen = plan(Call(family="shifted", capability=H100, **LONG))
+    chosen: Any = plan(Call(family="shifted", capability=H100, **LONG))
     for fast, rest, inner, outer in (
         (*chosen.forward, "keys", "queries"), (*chosen.query, "keys", "queries"), (*chosen.key, "queries", "keys")
     ):  # fmt: skip

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from mgk.ops.tiles import HOPPER, Shape, Tile, block_width, largest_tile, shared_memory
+from mgk.ops.tiles import HOPPER, Shape, largest_tile, shared_memory
+from mgk.ops.tiles import Tile as Tile
+from mgk.ops.tiles import block_width as block_width
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
 TRITON_DTYPES = ("bfloat16", "float16", "float32")
