@@ -27,13 +27,12 @@ from mgk.ops.triton.hopper_common import (
     where_larger,
 )
 
-HANDED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-
 
 @gluon.jit
 def hand_over(BM: gl.constexpr, STAGES: gl.constexpr):
     """The exponentials of two tiles, barriers that they are there or read, and those of the ring of gradients."""
-    e_ring = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, BM], HANDED)
+    layout: gl.constexpr = gl.NVMMASharedLayout(2 * BM, 16, 2)
+    e_ring = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, BM], layout)
     e_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     e_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
