@@ -110,6 +110,16 @@ def test_hopper_kernels_need_hopper_and_a_plain_call(reason: dict[str, Any]) -> 
     assert ("hopper" in {each.kernels for each in launches(plan(call))}) == (not reason)
 
 
+@pytest.mark.parametrize(("family", "dtype", "taken"), [
+    ("shifted", "bfloat16", True), ("shifted", "float16", False), ("projected", "bfloat16", False)
+])  # fmt: skip
+def test_hopper_kernels_for_wide_heads_know_shifted_keys_in_bfloat16(family: str, dtype: str, taken: bool) -> None:
+    call = Call(family=family, dtype=dtype, capability=H100, gluon=True, **(LONG | {"width": 192, "value_width": 256}))
+    assert all(
+        (step[0].kernels == "hopper") == taken for step in (plan(call).forward, plan(call).query, plan(call).key)
+    )
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "width", "triton", "expected", "says"),
     [

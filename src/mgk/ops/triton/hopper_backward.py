@@ -392,7 +392,7 @@ def key_kernel(
     full, empty, ready, turn = barriers(STAGES)
     handed = (full, empty)
     if BN == HALF:
-        handed = hand_over(BM, STAGES)
+        handed = hand_over(BM, STAGES, M)
     fence_async_shared()
     offset, first, masked = num_keys - num_queries, 0, 0
     if C.CAUSAL:

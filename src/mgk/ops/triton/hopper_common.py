@@ -175,6 +175,30 @@ def load_line(pointer, o_column, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def log_grad(dw, weights, real, r: gl.constexpr, wide: gl.constexpr, C: gl.constexpr):
+    """The gradient of the logarithm of the weight r of each key."""
+    grad = column_of(dw, r, wide)
+    if not C.BEST:
+        grad = grad * gl.convert_layout(weights[r], gl.SliceLayout(1, wide))
+    elif r == 0:
+        grad = grad - column_of(dw, 1, wide)
+    return gl.where(real, grad, 0.0)
+
+
+@gluon.jit
+def pull_of(dlog_w, b_k, p_shift, o_d, r: gl.constexpr, C: gl.constexpr):
+    """What weight r takes from dk."""
+    return dlog_w[:, None] * (b_k + load_line(p_shift + r * C.DK, o_d, C.DK, C.D)[None, :])
+
+
+@gluon.jit
+def store_share(pull, dlog_w, p_part, o_d, inverse_variance, r: gl.constexpr, C: gl.constexpr):
+    """The share of a block of keys in dshift and dlog_prior of component r."""
+    gl.store(p_part + r * C.PART + o_d, -gl.sum(pull, 0) * inverse_variance, mask=o_d < C.DK)
+    gl.store(p_part + (r * C.PART + C.PART - 1), gl.sum(dlog_w, 0))
+
+
+@gluon.jit
 def store_keys(dk, dw, weights, k_block, rest, start, place, C: gl.constexpr):
     """dk of the keys from `start` on, and their share of dshift and dlog_prior; `rest` is that of a key block."""
     D: gl.constexpr = C.D
@@ -185,16 +209,10 @@ def store_keys(dk, dw, weights, k_block, rest, start, place, C: gl.constexpr):
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     b_k, real, p_part = k_block.load(wide).to(gl.float32), o_r < num_keys, p_part + place * M * C.PART
     for r in gl.static_range(M):
-        dlog_w = column_of(dw, r, wide)
-        if not C.BEST:
-            dlog_w = dlog_w * gl.convert_layout(weights[r], gl.SliceLayout(1, wide))
-        elif r == 0:
-            dlog_w = dlog_w - column_of(dw, 1, wide)
-        dlog_w = gl.where(real, dlog_w, 0.0)
-        pull = dlog_w[:, None] * (b_k + load_line(p_shift + r * C.DK, o_d, C.DK, D)[None, :])
+        dlog_w = log_grad(dw, weights, real, r, wide, C)
+        pull = pull_of(dlog_w, b_k, p_shift, o_d, r, C)
         dk -= pull
-        gl.store(p_part + r * C.PART + o_d, -gl.sum(pull, 0) * inverse_variance, mask=o_d < C.DK)
-        gl.store(p_part + (r * C.PART + C.PART - 1), gl.sum(dlog_w, 0))
+        store_share(pull, dlog_w, p_part, o_d, inverse_variance, r, C)
         if C.POSITIONS:
             gl.store(p_dlw + r * positions + o_r, dlog_w, mask=real)
     p_block = p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :]

@@ -18,19 +18,23 @@ from mgk.ops.triton.hopper_common import (
     NARROW,
     copy,
     inside,
+    log_grad,
     multiply,
     pass_turn,
     product,
+    pull_of,
     ring_barriers,
-    store_keys,
+    store_share,
     take_turn,
     where_larger,
 )
 
 
 @gluon.jit
-def hand_over(BM: gl.constexpr, STAGES: gl.constexpr):
-    """The exponentials of two tiles, barriers that they are there or read, and those of the ring of gradients."""
+def hand_over(BM: gl.constexpr, STAGES: gl.constexpr, M: gl.constexpr):
+    """The exponentials of two tiles, barriers that they are there or read, and those of the ring of gradients; and
+    what the other warp group hands back at the end.
+    """
     layout: gl.constexpr = gl.NVMMASharedLayout(2 * BM, 16, 2)
     e_ring = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, BM], layout)
     e_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -39,7 +43,10 @@ def hand_over(BM: gl.constexpr, STAGES: gl.constexpr):
         mbarrier.init(e_full.index(i), count=1)
         mbarrier.init(e_empty.index(i), count=1)
     g_full, g_empty = ring_barriers(STAGES)
-    return e_ring, e_full, e_empty, g_full, g_empty
+    logs = gl.allocate_shared_memory(gl.float32, [M, HALF], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(done, count=1)
+    return e_ring, e_full, e_empty, g_full, g_empty, logs, done
 
 
 @gluon.jit
@@ -49,7 +56,7 @@ def load_wide_queries(loads, shared, handed, where, C: gl.constexpr):
     SUMMED: gl.constexpr = C.M > 1 and not C.BEST
     q_desc, g_desc, k_desc, v_desc, c_desc, r_desc, n_desc = loads
     q_ring, g_ring, k_s, v_s, c_ring, _, r_ring, n_ring, full, empty, ready, _ = shared
-    _, _, _, g_full, g_empty = handed
+    g_full, g_empty = handed[3], handed[4]
     i_b, i_h, i_bh, i_n, first, count, padded_queries, width = where
     mbarrier.expect(ready, 4 * C.BN * C.D)
     copy(k_desc, [i_b, i_h, i_n * C.BN, 0], ready, k_s)
@@ -73,14 +80,14 @@ def load_wide_queries(loads, shared, handed, where, C: gl.constexpr):
 
 @gluon.jit
 def value_part(shared, handed, rest, C: gl.constexpr):
-    """dv of 64 keys, and the exponentials; keys down and queries across."""
+    """dv of 64 keys, the exponentials, and their share of dshift and dlog_prior; keys down and queries across."""
     D: gl.constexpr = C.D
     BM: gl.constexpr = C.BM
     M: gl.constexpr = C.M
     LINES: gl.constexpr = C.LINES
     q_ring, g_ring, k_s, _, _, _, r_ring, n_ring, full, empty, ready, turn = shared
-    e_ring, e_full, e_empty, g_full, g_empty = handed
-    _, p_keys, _, p_dv, _, _, scale, _, _, stride_v = rest[:10]
+    e_ring, e_full, e_empty, g_full, g_empty, logs, done = handed
+    p_shift, p_keys, _, p_dv, _, p_part, scale, inverse_variance, _, stride_v = rest[:10]
     num_queries, num_keys, i_n, first, masked, count, padded_keys, _ = rest[10:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -119,18 +126,24 @@ def value_part(shared, handed, rest, C: gl.constexpr):
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), i_n * HALF + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
     gl.store(p_block, dv.to(gl.bfloat16), mask=inside(o_r < num_keys, o_d, C.DV, D))
+    b_k, p_part = k_all.load(wide).to(gl.float32), p_part + i_n * M * C.PART
+    mbarrier.wait(done, 0)
+    for r in gl.static_range(M):
+        dlog_w = logs.index(r).load(gl.SliceLayout(1, wide))
+        store_share(pull_of(dlog_w, b_k, p_shift, o_d, r, C), dlog_w, p_part, o_d, inverse_variance, r, C)
 
 
 @gluon.jit
 def grad_part(shared, handed, rest, C: gl.constexpr):
-    """dk of 64 keys, and their share of dshift and dlog_prior."""
+    """dk of 64 keys, and their part of the gradient of a prior per position."""
     D: gl.constexpr = C.D
     BM: gl.constexpr = C.BM
     M: gl.constexpr = C.M
     LINES: gl.constexpr = C.LINES
     q_ring, g_ring, k_s, v_s, c_ring, c_other, r_ring, n_ring, full, empty, ready, turn = shared
-    e_ring, e_full, e_empty, g_full, g_empty = handed
-    p_keys, i_n, count, padded_keys = rest[1], rest[12], rest[15], rest[16]
+    e_ring, e_full, e_empty, g_full, g_empty, logs, done = handed
+    p_shift, p_keys, p_dk, _, p_dlw, _, _, inverse_variance, stride_k, _ = rest[:10]
+    _, num_keys, i_n, _, _, count, padded_keys, positions = rest[10:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -178,7 +191,19 @@ def grad_part(shared, handed, rest, C: gl.constexpr):
         pass_turn(turn, 1)
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(slope,))
-    store_keys(dk, dw, weights, k_all, rest, i_n * HALF, i_n, C)
+    o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), i_n * HALF + gl.arange(0, HALF, gl.SliceLayout(1, wide))
+    real, grads = o_r < num_keys, ()
+    for r in gl.static_range(M):
+        grads = grads + (log_grad(dw, weights, real, r, wide, C),)
+        logs.index(r).store(grads[r])
+        if C.POSITIONS:
+            gl.store(p_dlw + r * positions + o_r, grads[r], mask=real)
+    mbarrier.arrive(done)
+    b_k = k_all.load(wide).to(gl.float32)
+    for r in gl.static_range(M):
+        dk -= pull_of(grads[r], b_k, p_shift, o_d, r, C)
+    p_block = p_dk + o_r.to(gl.int64)[:, None] * stride_k + o_d[None, :]
+    gl.store(p_block, (dk * inverse_variance).to(gl.bfloat16), mask=inside(real, o_d, C.DK, D))
 
 
 @gluon.jit
