@@ -64,6 +64,7 @@ def compiled(
         kinds["w_desc"] = kinds["w_desc"] if factored else descriptor(1, other, ROW32, "fp32")
     if name == "query_kernel" and constants.get("SPLIT"):
         kinds["c_desc"] = descriptor(constants["SUMS"], keys, hopper_common.layout(keys, 2))
+        kinds["w_desc"] = descriptor(1, keys, ROW32, "fp32")
     if kind == "fp16":
         kinds = {each: text.replace("bf16", "fp16") for each, text in kinds.items()}
         kinds |= dict.fromkeys(("extra_desc", "top_desc"), descriptor(1, other, ROW32, "fp32"))

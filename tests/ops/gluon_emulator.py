@@ -172,7 +172,8 @@ class Descriptor:
 
 
 def copy(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, target: Shared) -> None:
-    """Zeros beyond the tensor."""
+    """Zeros beyond the tensor. The copy engine writes to multiples of 128 bytes."""
+    assert target.memory.storage_offset() * target.memory.element_size() % 128 == 0, "misaligned shared memory"
     where = torch.zeros((), dtype=torch.int64)
     inside = torch.ones((), dtype=torch.bool)
     for first, size, stride, length in zip(

@@ -106,9 +106,8 @@ def test_widths_between(case: Case, taken: list[str]) -> None:
         replace(CASE, Nq=200, Nk=331, D=256, Dv=256, prior="position"),
         replace(CASE, B=2, H=1, Nq=300, Nk=333, D=192, Dv=192, is_causal=True),
         replace(CASE, H=1, Nq=384, Nk=384, D=192, Dv=256, M=3, is_causal=True, prior="position"),
-        replace(CASE, H=1, Nq=300, Nk=333, D=256, Dv=256, is_causal=True, e_step="hard"),
     ],
-    ids=["256", "192 causal", "192 and 256, 3", "hard"],
+    ids=["256", "192 causal", "192 and 256, 3"],
 )
 def test_wide_heads(case: Case, taken: list[str]) -> None:
     """On the key side one warp group has dv, the other dk."""
@@ -264,7 +263,7 @@ def test_each_head_takes_its_road(case: Case, kernels: list[str], e_step: str, t
     inputs["key"][1, 0] *= factor
     inputs["query"][0, 1, 77] *= 5 * factor
     assert_near(inputs, case.options())
-    assert taken == kernels
+    assert taken == ([] if case.D > 128 and case.e_step == "hard" else kernels)
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
@@ -273,7 +272,7 @@ def test_queries_that_see_nothing(case: Case, kernels: list[str], e_step: str, t
     queries, keys = (200, 70) if kernels is SHORT_KERNELS else (384, 129)
     case = replace(case, e_step=e_step, is_causal=True, Nq=queries, Nk=keys, prior=None)
     assert_near({name: x.detach() for name, x in case.inputs(torch.float32).items()}, case.options())
-    assert taken == kernels
+    assert taken == ([] if case.D > 128 and case.e_step == "hard" else kernels)
 
 
 @each_kind

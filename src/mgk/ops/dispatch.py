@@ -243,7 +243,9 @@ def shifted(call: Call) -> dict[str, tuple[Launch, ...]]:
         backward = (fast, rest._replace(narrow=call.hard))
     query = key = backward
     soft_half = call.dtype == "float16" and call.components <= SUMS and not call.hard
-    widths = (64, 128, 256) if call.narrow else (64, 128) if soft_half else ()
+    widths = (64, 128) if soft_half or call.narrow else ()
+    if call.narrow and not call.hard and call.components <= 4:
+        widths += (256,)
     if call.long_on_hopper and call.block_width in widths:
         forward = on_hopper(forward)
         if backward[0].path != HARD:

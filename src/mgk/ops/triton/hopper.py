@@ -80,6 +80,7 @@ SPLIT = {("forward_kernel", 256): 2, ("query_kernel", 256): 2}
 
 
 LEAST = gl.constexpr(2.0**-12)
+LEAST_LINE = gl.constexpr(64)  # numbers of two bytes that a copy takes; shorter lines are copied as float32
 
 
 @gluon.jit
@@ -135,7 +136,10 @@ def across(ring, first, layout: gl.constexpr, SIZE: gl.constexpr, M: gl.constexp
     """M vectors along the columns, in shared memory, as blocks."""
     blocks = ()
     for r in gl.static_range(M):
-        blocks = blocks + (ring.index(first + r).load(layout).broadcast_to([HALF, SIZE]),)
+        line = ring.index(first + r).load(layout)
+        if SIZE < LEAST_LINE:
+            line = line.to(gl.bfloat16)
+        blocks = blocks + (line.broadcast_to([HALF, SIZE]),)
     return blocks
 
 
@@ -145,6 +149,8 @@ def load_keys(loads, shared, where, FORWARD: gl.constexpr, C: gl.constexpr):
     M: gl.constexpr = C.M
     EXTRA: gl.constexpr = 4 if not C.FIXED else 2 if C.BEST and not FORWARD else 0  # bytes of a line of tops, or gaps
     SUMMED: gl.constexpr = M > 1 and not C.BEST and not FORWARD
+    SINGLE: gl.constexpr = C.BN < LEAST_LINE
+    WEIGHTS: gl.constexpr = (4 if SINGLE else 2) * M + (2 * C.SUMS if SUMMED else 0)  # bytes for a key
     q_desc, g_desc, k_desc, v_desc, c_desc, w_desc, gap_desc = loads
     q_s, g_s, k_ring, v_ring, c_ring, w_ring, gap_ring, full, empty, ready, _, v_full, v_empty = shared
     i_b, i_h, i_bh, i_m, count, padded_keys = where
@@ -156,10 +162,11 @@ def load_keys(loads, shared, where, FORWARD: gl.constexpr, C: gl.constexpr):
         stage, start = t % C.STAGES, t * C.BN
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), (t // C.STAGES & 1) ^ 1)
-        mbarrier.expect(bar, C.BN * ((2 if C.SPLIT else 4) * C.D + 2 * M + EXTRA + (2 * C.SUMS if SUMMED else 0)))
+        mbarrier.expect(bar, C.BN * ((2 if C.SPLIT else 4) * C.D + WEIGHTS + EXTRA))
         copy(k_desc, [i_b, i_h, start, 0], bar, k_ring.index(stage))
         for r in gl.static_range(M):
-            copy(w_desc, [M * i_bh + r, start], bar, w_ring.index(M * stage + r))
+            line = (1 + 2 * M) * i_bh + 1 + r if SINGLE else M * i_bh + r
+            copy(w_desc, [line, start], bar, w_ring.index(M * stage + r))
         if EXTRA > 0:
             copy(gap_desc, [i_bh, start], bar, gap_ring.index(stage))
         if SUMMED:

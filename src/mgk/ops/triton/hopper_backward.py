@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mgk.ops.triton.hopper import across, down, load_keys, load_rows, load_shares, mixed, settings_of
+from mgk.ops.triton.hopper import LEAST_LINE, across, down, load_keys, load_rows, load_shares, mixed, settings_of
 from mgk.ops.triton.hopper_common import (
     BLOCK,
     COLUMNS,
@@ -190,7 +190,7 @@ def query_kernel(
     g_s = gl.allocate_shared_memory(kind, [1, 1, C.BM, C.D], g_desc.layout)
     k_ring = gl.allocate_shared_memory(kind, [STAGES, 1, 1, BN, C.D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(kind, [C.VALUES, 1, 1, BN, C.D], v_desc.layout)
-    w_ring = gl.allocate_shared_memory(kind, [M * STAGES, 1, BN], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [M * STAGES, 1, BN], w_desc.layout)
     extra_ring, c_ring = w_ring, w_ring
     if not C.FIXED:
         extra_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], extra_desc.layout)
@@ -425,11 +425,11 @@ def query_side(
     row_stats: Tensor, grad_query: Tensor, part: Tensor,
 ) -> None:  # fmt: skip
     """dq, `row_stats` as vectors along the queries, and the first entries of `part`, of the heads that fit."""
-    output, rows, _, factors, overflow = saved
+    output, rows, log_weights, factors, overflow = saved
     (key_columns, row_columns), query, key = columns_, p.query, p.key
     size = settings_of(p, "query_kernel", EVEN=even(query, key))
     keys, width = size["BN"], size["D"]
-    weights = lines(factors, keys, ROW16)
+    weights = lines(log_weights, keys, ROW32) if keys < LEAST_LINE.value else lines(factors, keys, ROW16)
     sums = weights
     if not p.hard:
         sums = tiles(factors.flatten(0, 1), size["SUMS"], keys) if size["SPLIT"] else columns(key_columns, keys)
