@@ -80,7 +80,7 @@ class Call:
     @property
     def shape(self) -> Shape:
         """What the size of a tile depends on, where it is not tuned."""
-        widths = block_width(self.width), block_width(self.value_width)
+        widths = self.block_width, self.block_width
         keys = self.components if self.family == "projected" else 1
         return Shape(*widths, keys, self.dtype == "float32", self.capability, self.hip)
 

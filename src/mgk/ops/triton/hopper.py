@@ -337,7 +337,7 @@ def settings(
         "M": components, "BEST": hard, "FIXED": fixed, "FIRST": first, "LINES": 2 if hard else components - first,
         "K_FIRST": spans[0][0], "K_REST": spans[0][1], "V_FIRST": spans[1][0], "V_REST": spans[1][1],
         "SPLIT": split is not None, "VALUES": split or stages, "SUMS": 8 if split and not hard else COLUMNS.value,
-        "UNDER_WAY": under_way, "PART": block_width(width) + 1, **others,
+        "UNDER_WAY": under_way, "PART": block + 1, **others,
     }  # fmt: skip
 
 

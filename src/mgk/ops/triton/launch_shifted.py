@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.dispatch import FALLBACK, FAST, FAST_HARD, HARD, Plan, block_width
+from mgk.ops.dispatch import FALLBACK, FAST, FAST_HARD, HARD, Plan
 from mgk.ops.triton import shifted, short
 from mgk.ops.triton.bias import shifted_bias, side_by_side
 from mgk.ops.triton.host import as_bytes
@@ -116,7 +116,7 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
     if on_hopper:
         parts = max(parts, (rows.shape[-1] + keys.shape[-1]) // hopper_common.HALF.value)
     row_stats = p.empty(p.groups, rows.shape[-1], max(1 << p.components.bit_length(), lanes(on_keys)))
-    part = p.empty(batch, p.heads, parts, p.components, block_width(p.width) + 1)
+    part = p.empty(batch, p.heads, parts, p.components, p.block + 1)
     if p.packed or on_hopper:  # no program writes the parts after a sequence; fallback launches have other block sizes
         part.zero_()
     tops, near = None, saved
@@ -177,8 +177,8 @@ def columns(p: Problem, saved: Saved) -> tuple[Tensor | None, Tensor | None]:
 def short_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: list[Tensor]) -> Tensor:
     output, rows, keys, _, overflow = saved
     batch, num_queries, num_keys = p.lengths
-    width, value_width = block_width(p.width), block_width(p.value.shape[-1])
-    rest_width = COLUMNS.value + (0 if p.hard else p.components - 1) * (width + value_width)
+    width = p.block
+    rest_width = COLUMNS.value + (0 if p.hard else p.components - 1) * 2 * width
     part, (groups, length) = p.empty(batch, p.heads, p.components, width + 1), (rows.shape[0], rows.shape[-1])
     if p.groups:
         *near, rest = plan.query

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mgk.ops.dispatch import block_width
 from mgk.ops.operator import operator
 from mgk.ops.triton import launch_projected, launch_shifted
 from mgk.ops.triton.decode import decode_attention
@@ -102,7 +101,7 @@ def _(*inputs: Any) -> Any:
 @shifted_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Any, *rest: Any) -> Any:
     p = Problem(query, key, shift, value, log_prior, None, *rest[:4], *rest[-5:])
-    return with_part(p, block_width(p.width) + 1)
+    return with_part(p, p.block + 1)
 
 
 @projected_backward.register_fake

@@ -75,6 +75,13 @@ class Problem:
     def width(self) -> int:
         return self.query.shape[-1]
 
+    @property
+    def block(self) -> int:
+        """The width of blocks in registers: one for heads and values. Where the values are narrower, with blocks of
+        their own, Triton 3.6 compiles products for Hopper GPUs that read beyond the shared memory.
+        """
+        return max(block_width(self.width), block_width(self.value.shape[-1]))
+
     @cached_property
     def lengths(self) -> tuple[int, int, int]:
         """B, Nq and Nk; of packed sequences their number and the greatest length."""
@@ -130,7 +137,7 @@ class Problem:
         sizes = self.query.shape[2], self.key.shape[-2]
         rest = {"MASK_QUERIES": False, "POSITIONS": False, "AS_VECTORS": False, "WIDTH": 0} | others
         return constants(
-            D=width, DV=value_width, BD=block_width(width), BV=block_width(value_width), M=self.components,
+            D=width, DV=value_width, BD=self.block, BV=self.block, M=self.components,
             BM=tile.queries, BN=tile.keys, PATH=launch.path, HEADS=launch.heads, FIXED=launch.fixed,
             NARROW=launch.narrow, CAUSAL=self.causal, SPANS=self.spans is not None, PACKED=self.packed,
             KEY_MASK=self.key_mask is not None, DROPOUT=self.dropout_p > 0, VARIANCES=self.variances is not None,
