@@ -20,7 +20,7 @@ from tests.ops.test_triton import assert_low_precision, run
 from tests.ops.triton_env import strict_memory
 
 # isort: split
-from mgk.ops import dispatch
+from mgk.ops import tiles
 from mgk.ops.triton import launch_projected, launch_shifted, problem, self_check
 from tests.ops.gluon_emulator import NAMES, emulated
 
@@ -38,7 +38,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
             for launcher in (launch_shifted, launch_projected):
                 monkeypatch.setattr(launcher, name, module, raising=False)
         monkeypatch.setattr(self_check, "forced", True)
-        monkeypatch.setattr(problem, "capability", lambda device: dispatch.HOPPER)
+        monkeypatch.setattr(problem, "capability", lambda device: tiles.HOPPER)
     with strict_memory():
         found = [getattr(launch_shifted, name, None) or getattr(launch_projected, name, None) for name in NAMES]
         yield tuple(module for module in found if hasattr(module, "run"))

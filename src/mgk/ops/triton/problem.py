@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mgk.ops import dispatch
 from mgk.ops.common import capability, dtype_name
-from mgk.ops.dispatch import HOPPER, OVERFLOWING, Call, Launch, Plan
-from mgk.ops.tiles import Tile, block_width
+from mgk.ops.dispatch import OVERFLOWING, Call, Launch, Plan
+from mgk.ops.tiles import HOPPER, Tile, block_width
 from mgk.ops.triton import self_check
 from mgk.ops.triton.bias import prior_positions, spans
 from mgk.ops.triton.host import dot_precision, dropout_numbers, empty_like_layout, lengths
