@@ -171,7 +171,7 @@ def test_every_setting_in_tritons_key_is_in_ours(machine: Machine, monkeypatch: 
 
     kernel.device_caches[0] = (*caches, spy)
     go(launch, kernel, CALL)
-    assert {name.split(".")[1] for name in launching.SETTINGS} == added.keys() - CALL.keys()
+    assert {name.split(".")[1] for name in launching.SETTINGS} == added.keys() - CALL.keys() - {"enable_fp_fusion"}
 
 
 def test_launch_hooks_see_every_launch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_the_interpreter_gets_the_call_as_it_is() -> None:
     seen: list[Any] = []
     interpreted = {(4,): lambda *args, **constants: seen.append((args, constants))}
     launch(interpreted, (4,), MEMORY, 5, C=3)
-    assert seen == [((MEMORY, 5), {"C": 3})]
+    assert seen == [((MEMORY, 5), {"enable_fp_fusion": True, "C": 3})]
 
 
 def test_this_triton_has_been_compared() -> None:

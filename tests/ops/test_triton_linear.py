@@ -438,6 +438,7 @@ def test_auto_uses_the_kernels_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> 
     inputs = numbers(PLAIN)
     on_gpu: Any = FakeCuda(inputs["query"])
     monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(linear, "capability", lambda device: (9, 0))
     assert linear._kernel_obstacle(on_gpu, inputs["value"], elu) is None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "linear_attention", lambda *_: pytest.fail("on a CPU"))

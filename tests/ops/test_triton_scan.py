@@ -364,6 +364,7 @@ def test_which_implementation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         return linear._gpu_path(tensor, tensor, tensor, phi, True, impl)
 
     long = dispatch.LONG_SCAN + 1
+    monkeypatch.setattr(linear, "capability", lambda device: (9, 0))
     monkeypatch.setattr(linear, "HAS_FLA", False)
     assert [path(), path(long), path(impl="triton")] == ["kernels"] * 3
     assert [path(impl="blockwise"), path(impl="reference"), path(phi=None), path(dtype=torch.float64)] == [None] * 4

@@ -335,6 +335,8 @@ def choose_tile(family: str, kind: str, call: Call) -> Tile:
     if (family, kind) in override:
         return override[family, kind]
     tuned = call.capability in (HOPPER, None) and not call.hip and call.dtype != "float32"
+    if kind == "short backward" and call.block_width == 32 and not tuned:
+        return Tile(32, 64, 4, 1, 255)
     if kind.startswith("short") or (tuned and call.block_width <= 128 and call.shape.keys <= 2):
         return TILES[family, kind, call.block_width]
     if tuned and call.block_width > 128:  # these two rules gave two to three times the speed of the estimates below
