@@ -272,6 +272,8 @@ def projected(call: Call) -> dict[str, tuple[Launch, ...]]:
         split = (Launch("generic", FITTING, path), Launch("generic", OVERFLOWING, path))
         forward = split if call.projects_on_hopper(32) else forward
         backward = split if call.projects_on_hopper(64) and not call.hard else backward
+    if call.hard and call.projects_on_hopper(32):  # the two kinds of kernels round exponents in different ways
+        backward = (backward[0]._replace(heads=FITTING), backward[0]._replace(heads=OVERFLOWING))
     if call.projects_on_hopper(32) or call.shares_on_hopper():
         forward = on_hopper(forward)
     if call.projects_on_hopper(32 if call.hard else 64) or call.shares_on_hopper():

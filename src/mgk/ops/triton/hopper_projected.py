@@ -298,7 +298,7 @@ def query_kernel(
     p_rows, p_known = ROWS + i_g * padded_queries, ROW_STATS + i_g * width * padded_queries
     p_out = OUT + i_b.to(gl.int64) * sob + i_h.to(gl.int64) * soh
     p_dq = DQ + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
-    if BEST or gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
+    if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         shared = (q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn)
         rest = (
             p_out, p_rows, p_known, p_dq, scale, inverse_variance, son, sdn, num_queries, num_keys, i_m, whole, count,

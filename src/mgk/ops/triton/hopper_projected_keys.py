@@ -284,7 +284,7 @@ def key_kernel(
     p_dk = DK + i_b.to(gl.int64) * sdb + i_h.to(gl.int64) * sdh
     p_dv = DV + i_b.to(gl.int64) * seb + i_h.to(gl.int64) * seh
     p_keys, p_part = KEYS + i_g * 2 * padded_keys, PART + i_g * parts * 4
-    if BEST or gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
+    if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         shared = (q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn)
         more = (c_0, c_1, x_s, done)
         rest = (
