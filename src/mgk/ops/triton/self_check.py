@@ -1,6 +1,6 @@
 """Whether the Hopper kernels can be trusted with the installed Triton.
 
-Gluon, which they are written in, is experimental and changes between versions. They were run with the versions in
+Gluon, which they are written in, is experimental and changes between versions. They are written for the versions in
 `dispatch.GLUON_VERSIONS`. With a newer one the first call of each family compares one small call with the generic
 kernels, once per process; a difference or an error is reported once, and the generic kernels are used.
 """
