@@ -65,7 +65,7 @@ class Machine:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
-    def compile(self, source: Any, target: Any, options: dict[str, Any]) -> Compiled:
+    def compile(self, source: Any, target: Any, options: dict[str, Any], **_: Any) -> Compiled:
         self.compilations.append(Compiled(source, options, self.launches))
         return self.compilations[-1]
 

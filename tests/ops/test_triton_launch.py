@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mgk.ops.triton.launch import launch
+from mgk.ops.triton.launch import compile_together, launch
 from tests.ops.machine import Machine
 
 launching: Any = sys.modules[launch.__module__]  # in the package the name may be that of a function
@@ -97,6 +98,43 @@ def test_the_second_launch_does_not_ask_triton(machine: Machine) -> None:
     assert [launched[1:3] for launched in machine.launches] == [((2, 3, 1), 100)] * 2
     assert machine.launches[1][3][1:] == [MEMORY.data_ptr(), 7, 64, 2.5, False, 3, 7]
     assert not any(isinstance(arg, Tensor) for arg in machine.compilations[0].given)  # the driver would look each up
+
+
+@dataclass(frozen=True)
+class Device:
+    is_cuda: bool = True
+    device: int = 0
+
+
+@dataclass
+class Twice:
+    """A problem whose launcher launches two kernels."""
+
+    kind: str
+    query: Device = Device()
+
+
+def test_the_first_call_of_a_kind_compiles_everything_before_it_launches(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kernels, steps = [JITFunction(example), JITFunction(one)], []
+
+    def launcher(problem: Twice, number: int) -> int:
+        for kernel in kernels:
+            launch(kernel, (2, 3), *([MEMORY] * 2 + [5, 32, 0.5, True] if kernel is kernels[0] else [MEMORY]), C=3)
+        steps.append((len(machine.compilations), len(machine.launches)))
+        return number
+
+    call = compile_together(launcher)
+    assert call(Twice("a"), 7) == 7
+    assert steps[1] == (2, 2)  # compiled before the launches, and not again
+    assert steps[0][1] == 0
+    assert call(Twice("a"), 8) == 8
+    assert len(steps) == 3
+    call(Twice("b"), 9)
+    assert len(steps) == 5
+    assert len(machine.compilations) == 2
 
 
 @pytest.mark.parametrize(

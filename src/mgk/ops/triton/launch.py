@@ -15,7 +15,12 @@ A new key, and whatever is not known to be safe, is launched by Triton itself.
 
 from __future__ import annotations
 
-from functools import reduce
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import reduce, wraps
 from inspect import Parameter
 from operator import attrgetter, itemgetter, or_
 from types import NoneType
@@ -36,6 +41,8 @@ SETTINGS = ["runtime.debug", "compilation.instrumentation_mode"]
 if KNOWN and hasattr(knobs.compilation, "fpsan_homomorphic_casts"):
     SETTINGS.append("compilation.fpsan_homomorphic_casts")
 MAX_INTEGERS = 4096
+COMPILERS = min(8, os.cpu_count() or 1)  # threads
+only_compile: ContextVar[bool] = ContextVar("only_compile", default=False)
 
 KERNELS: tuple[type, ...] = (JITFunction,)
 DESCRIPTORS: tuple[type, ...] = (TensorDescriptor,)
@@ -57,6 +64,9 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) 
     constants = {
         "enable_fp_fusion": True
     } | constants  # a multiply and an add become one; not the default in all versions
+    if only_compile.get():
+        kernel.warmup(*args, grid=grid, **constants)
+        return
     signature = signature_of(kernel, args, constants)
     values = flatten(args) if signature else []
     tensors = signature.tensors(values) if signature else ()
@@ -96,6 +106,33 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **constants: Any) 
     else:  # the same, without preparing for hooks
         stream, function = driver.get_current_stream(device), compiled.function
         compiled.run(*blocks, stream, function, compiled.packed_metadata, None, None, None, *first, *rest)
+
+
+def compile_together(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Before the first call of a kind, compile all kernels that `launcher(problem, ...)` launches, at the same time.
+
+    A pass launches three to six kernels, and one takes a second or two. They are found by calling the launcher with
+    launches that only compile. A problem says of which kind it is (`kind`); what it remembers is not shared.
+    """
+    seen = set()
+
+    @wraps(launcher)
+    def call(problem: Any, *others: Any) -> Any:
+        if problem.kind not in seen and problem.query.is_cuda and not torch.cuda.is_current_stream_capturing():
+            seen.add(problem.kind)
+            token = only_compile.set(True)
+            try:
+                with (
+                    torch.cuda.device(problem.query.device),
+                    ThreadPoolExecutor(COMPILERS) as pool,
+                    triton.AsyncCompileMode(pool),
+                ):
+                    launcher(replace(problem), *others)
+            finally:
+                only_compile.reset(token)
+        return launcher(problem, *others)
+
+    return call
 
 
 def flatten(args: tuple[Any, ...]) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mgk.ops.triton import projected
 from mgk.ops.triton.bias import key_bias
 from mgk.ops.triton.host import as_bytes
-from mgk.ops.triton.launch import launch
+from mgk.ops.triton.launch import compile_together, launch
 from mgk.ops.triton.launch_shifted import Saved
 from mgk.ops.triton.problem import Problem, compile_options, generic, lanes, padded, strides
 from mgk.ops.triton.self_check import LOADED
@@ -47,6 +47,7 @@ def part_width(p: Problem) -> int:
     return 2 if p.shift is None else 2 + p.width
 
 
+@compile_together
 def forward(p: Problem) -> Saved:
     output, rows, keys, factors, overflow = saved = results(p)
     if not output.numel():
@@ -74,6 +75,7 @@ def forward(p: Problem) -> Saved:
     return saved
 
 
+@compile_together
 def backward(
     p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

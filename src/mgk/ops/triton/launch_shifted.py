@@ -17,7 +17,7 @@ from mgk.ops.dispatch import FALLBACK, FAST, FAST_HARD, HARD, Plan
 from mgk.ops.triton import shifted, short
 from mgk.ops.triton.bias import shifted_bias, side_by_side
 from mgk.ops.triton.host import as_bytes
-from mgk.ops.triton.launch import launch
+from mgk.ops.triton.launch import compile_together, launch
 from mgk.ops.triton.primitives import COLUMNS
 from mgk.ops.triton.problem import Problem, compile_options, generic, lanes, padded, strides
 from mgk.ops.triton.self_check import LOADED
@@ -40,6 +40,7 @@ def results(p: Problem) -> Saved:
     )
 
 
+@compile_together
 def forward(p: Problem) -> Saved:
     saved = results(p)
     if saved[0].numel():
@@ -94,6 +95,7 @@ def short_forward(p: Problem, plan: Plan, saved: Saved) -> None:
     )  # fmt: skip
 
 
+@compile_together
 def backward(
     p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -55,6 +55,15 @@ class Problem:
         return dispatch.is_narrow(dtype_name(self.query.dtype), self.components)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What its kernels depend on, and a little more."""
+        optional = self.shift, self.variances, self.key_mask, self.query_mask, self.seed, self.cu_seqlens
+        shapes = self.query.shape[1:], self.key.shape[1:], self.value.shape[-1]
+        prior = None if self.log_prior is None else self.log_prior.dim()
+        given = [each is not None for each in optional]
+        return self.query.device, self.query.dtype, *shapes, prior, *given, self.hard, self.causal, self.max_seqlen
+
+    @property
     def packed(self) -> bool:
         return self.cu_seqlens is not None
 
