@@ -375,6 +375,10 @@ def test_triton() -> None:
     assert not list(failing("triton", range(40), Limits(60)))
 
 
+def test_an_infinite_shift_does_not_reach_a_masked_query() -> None:
+    assert not list(failing("triton", range(205000008, 205000009), Limits(300, 128)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run random cases and print those that fail.")
     parser.add_argument("--cases", type=int, default=300)

@@ -101,9 +101,11 @@ def weight(x):
 
 
 @triton.jit
-def weight_of(x, dtype: tl.constexpr):
-    """The same. Products of half precision round alike in every pass, so that no exponent is above 0."""
-    if dtype == tl.float32:
+def weight_of(x, CLAMP: tl.constexpr):
+    """The same. Products of half precision round alike in every pass, so that no exponent is above 0; those of float32
+    do not, nor do the squares of the queries that variances of the components' own need.
+    """
+    if CLAMP:
         result = weight(x)
     else:
         result = tl.exp2(x)

@@ -279,6 +279,7 @@ def query_step(
     """Add one key tile's share of dq (times s2, with one variance), of the row biases and (SHARED) of dl times q.k."""
     M: tl.constexpr = C.M
     FACTORED: tl.constexpr = C.NARROW and not C.HARD
+    CLAMP: tl.constexpr = b_q.dtype == tl.float32 or C.VARIANCES
     b_dq, drow, moment = state
     _, p_v, _, p_w, p_seed = pointers
     i_bh, i_m, _, num_keys, padded_keys, _, _, stride_v = place
@@ -297,14 +298,14 @@ def query_step(
         slope = slope.to(b_q.dtype)
     if C.HARD:
         best, won = winner(x, M)
-        whole = weight_of(best - lse[:, None], b_q.dtype) * slope
+        whole = weight_of(best - lse[:, None], CLAMP) * slope
     for r in tl.static_range(M):
         if C.HARD:
             ds = tl.where(won == r, whole, 0.0)
         elif FACTORED:
             ds = parts[r] * slope
         else:
-            ds = weight_of(x[r] - lse[:, None], b_q.dtype) * slope
+            ds = weight_of(x[r] - lse[:, None], CLAMP) * slope
         if C.SHARED:
             moments = moments + (moment[r] + tl.sum(ds * s, 1),)
         else:
@@ -376,8 +377,7 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
             )
     if MASKS:
         real = load_vector(LSE + p_row, i_m * C.BM, C.BM) != FOREVER
-        b_dq, drow = tl.where(real[:, None], b_dq, 0.0), where_tuple(real, drow, M)
-        moment = where_tuple(real, moment, M)
+        drow, moment = where_tuple(real, drow, M), where_tuple(real, moment, M)
     if C.VARIANCES:
         o_d, half = tl.arange(0, C.BD), half_norms(b_q, SHIFT, i_h, C)
         p_part = PART + (i_bh.to(tl.int64) * parts + i_m) * M * PARTS
@@ -392,6 +392,8 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
             tl.store(p_part + r * PARTS + 1, tl.sum(share, 0) * inverse[r] * inverse[r])
     else:
         b_dq *= inverse_variance
+    if MASKS:  # after the shift was added, which may be infinite
+        b_dq = tl.where(real[:, None], b_dq, 0.0)
     store_tile(DQ + origin * sdb + i_h * sdh, b_dq, i_m * C.BM, num_queries, sdn, C.BM, C.D, C.BD)
 
 
@@ -422,6 +424,7 @@ def key_step(
     HIDES: tl.constexpr = MASKED and C.SPANS and not C.PACKED  # some queries are masked
     real = load_columns(p_row_stats, start, C.BM, C.WIDTH)[0] != FOREVER if HIDES else None
     b_q = load_rows(p_q, start, num_queries, stride_q, real, C.BM, C.D, C.BD, MASKED, HIDES)  # [BM, BD]
+    CLAMP: tl.constexpr = b_q.dtype == tl.float32 or C.VARIANCES
     b_do = load_rows(p_do, start, num_queries, stride_g, real, C.BM, C.DV, C.BV, MASKED, HIDES)  # [BM, BV]
     slope = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)  # [BN, BM]
     known = load_columns(p_row_stats, start, C.BM, C.WIDTH)
@@ -444,7 +447,7 @@ def key_step(
         x = x + (y,)
     if C.HARD:
         best, won = winner(x, M)
-        total = weight_of(best - lse[None, :], b_q.dtype)
+        total = weight_of(best - lse[None, :], CLAMP)
         whole = total * slope
     elif FACTORED:
         parts = factored_parts(x, lse, w, b_q.dtype, True, M)
@@ -458,7 +461,7 @@ def key_step(
         elif FACTORED:
             ds = parts[r] * slope
         else:
-            part = weight_of(x[r] - lse[None, :], b_q.dtype)
+            part = weight_of(x[r] - lse[None, :], CLAMP)
             total += part
             ds = part * slope
         if C.NARROW:

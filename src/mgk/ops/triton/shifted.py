@@ -275,7 +275,7 @@ def query_step(
         if C.PATH == HARD:
             best, won = best_bid(slope, rows, log_w, False, M)
             x = only_shown(s * scale + best, shown, MASKED)
-            ds = weight_of(x - lse[:, None], b_k.dtype) * slope
+            ds = weight_of(x - lse[:, None], b_k.dtype == tl.float32) * slope
             for r in tl.static_range(1, M):
                 share = tl.where(won == r, ds, 0.0)
                 if C.NARROW:
@@ -477,7 +477,7 @@ def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.con
     elif C.PATH == HARD:
         best, won = best_bid(slope, rows, w, True, M)
         x = only_shown(s * scale + best, shown, CHECKS)
-        p = weight_of(x - lse[None, :], b_k.dtype)
+        p = weight_of(x - lse[None, :], b_k.dtype == tl.float32)
         ds = p * slope
         if C.NARROW:
             new = new + (tl.dot(ds.to(b_q.dtype), unit_column(0, C.BM, b_q.dtype), dw[0]),)
