@@ -170,7 +170,7 @@ def run_case(case: str) -> None:
     if family == "loss":
         target = torch.zeros(BATCH * HEADS, dtype=torch.long)
         bias = make(length, dtype=torch.float32)
-        losses = cross_entropy.linear_cross_entropy(make(BATCH * HEADS, width), make(length, width), bias, target)
+        losses = cross_entropy.losses_of_rows(make(BATCH * HEADS, width), make(length, width), bias, target)
         torch.autograd.backward(losses.sum())
         return
     shifted = family in ("smgk", "smlk") or (family == "prior" and "var" not in flags)

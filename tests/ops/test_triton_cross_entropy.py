@@ -14,7 +14,7 @@ from tests.ops.triton_env import DEVICE, assert_graph_follows, strict_memory
 
 # isort: split
 from mgk.ops.triton import cross_entropy as kernels
-from mgk.ops.triton.cross_entropy import linear_cross_entropy
+from mgk.ops.triton.cross_entropy import losses_of_rows
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def run(
     kinds = dtype, dtype, torch.float32
     leaves = [each.to(DEVICE, kind).requires_grad_() for each, kind in zip(numbers, kinds, strict=True)]
     where = None if span is None else torch.tensor(span, dtype=torch.int32, device=DEVICE)
-    losses = linear_cross_entropy(leaves[0], leaves[1], leaves[2], target.to(DEVICE), where)
+    losses = losses_of_rows(leaves[0], leaves[1], leaves[2], target.to(DEVICE), where)
     assert losses.dtype == torch.float32
     grads = torch.autograd.grad(losses, leaves, grad.to(DEVICE))
     assert [each.dtype for each in grads] == [dtype, dtype, torch.float32]
@@ -123,8 +123,8 @@ def test_rows_may_be_strided() -> None:
     x, weight, bias, target = (each.to(DEVICE) for each in (x, weight, bias, target))
     wide = torch.cat([x, x], 1)
     assert torch.equal(
-        linear_cross_entropy(wide[:, 8:], weight.T.contiguous().T, bias, target.repeat_interleave(2)[::2]),
-        linear_cross_entropy(x, weight, bias, target),
+        losses_of_rows(wide[:, 8:], weight.T.contiguous().T, bias, target.repeat_interleave(2)[::2]),
+        losses_of_rows(x, weight, bias, target),
     )
 
 
@@ -154,7 +154,7 @@ def test_a_cuda_graph_captures_it() -> None:
     target, grad, span = target.cuda(), grad.cuda(), torch.tensor([0, 100], dtype=torch.int32, device="cuda")
 
     def step() -> list[Tensor]:
-        losses = linear_cross_entropy(leaves[0], leaves[1], leaves[2], target, span)
+        losses = losses_of_rows(leaves[0], leaves[1], leaves[2], target, span)
         return [losses.detach(), *torch.autograd.grad(losses, leaves, grad)]
 
     assert_graph_follows(step, lambda: span.copy_(torch.tensor([50, 290], dtype=torch.int32)))

@@ -210,7 +210,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             target = shift_labels.flatten().long()
             count = (target != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            loss = self.mgk.output.losses(hidden.flatten(0, 1), weight, target).sum() / count
+            loss = self.mgk.output.total_loss(hidden.flatten(0, 1), weight, target) / count
         if shift_labels is None or not self.training:
             logits = self.mgk.output(hidden, weight)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
@@ -225,9 +225,11 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         self.config.cutoffs = ()  # cutoffs above the old vocabulary may be below the new one
         table: nn.Embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         output, size = self.mgk.output, table.num_embeddings
-        bias = output.bias.new_zeros(size)
-        bias[: len(output.bias)] = output.bias.data[:size]
-        output.bias, output.sizes = nn.Parameter(bias), [size]
+        if output.bias is not None:
+            bias = output.bias.new_zeros(size)
+            bias[: len(output.bias)] = output.bias.data[:size]
+            output.bias = nn.Parameter(bias)
+        output.sizes = [size]
         return table
 
     def _prepare_cache_for_generation(  # type: ignore[override]

@@ -128,6 +128,8 @@ class LanguageModelConfig(TransformerConfig):
     cutoffs: tuple[int, ...] = (20_000, 40_000, 200_000)
     """First tokens of the clusters of the adaptive softmax. Cutoffs at or above the vocabulary are ignored; without any
     the softmax is plain."""
+    output_bias: bool = True
+    """A bias for each token in a plain softmax; GPT-2 has none."""
     max_length: int = 256
     """Context length: a limit for learned positions, otherwise the default of data and evaluation."""
     positions: Literal["learned", "sinusoidal", "rotary"] = "sinusoidal"
@@ -137,7 +139,8 @@ class LanguageModelConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.check_cutoffs(self.cutoffs)
+        if any(cutoff < self.vocabulary for cutoff in check.check_cutoffs(self.cutoffs)) and not self.output_bias:
+            raise ValueError("output_bias: expected True with cutoffs, got False")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.encoder = TokenEncoder(config, causal=True)
         self.dropout = nn.Dropout(config.dropout)
-        self.output = TiedSoftmax(config.vocabulary, config.width, config.cutoffs)
+        self.output = TiedSoftmax(config.vocabulary, config.width, config.cutoffs, bias=config.output_bias)
         self._initialise()
 
     @property
@@ -77,9 +77,10 @@ class LanguageModel(nn.Module):
 
         A target of IGNORE (-100) does not count.
         """
-        losses, target = self.token_losses(batch), batch["target"]
+        hidden, target = self.hidden(batch["tokens"], batch.get("mask")), batch["target"].long()
         count = (target != IGNORE).sum()
-        return {"loss": losses.sum() / count.clamp(min=1), "count": count}
+        total = self.output.total_loss(hidden.flatten(0, 1), self.encoder.tokens.weight, target.flatten())
+        return {"loss": total / count.clamp(min=1), "count": count}
 
     def token_losses(self, batch: dict[str, Tensor], last: int | None = None) -> Float[Tensor, "b n"]:
         """Return the loss of each target in nats, or only of the `last` ones, for a sliding window."""

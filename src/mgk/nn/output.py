@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+from mgk.nn.linear_cross_entropy import linear_cross_entropy
 from mgk.nn.packing import reorder
 from mgk.ops import arguments as check
 from mgk.ops.api import HAS_TRITON
@@ -29,7 +30,7 @@ FUSED_WIDTH = 256  # the widest model that the kernels support
 
 
 class TiedSoftmax(nn.Module):
-    """log p(v) = log softmax(W h + bias)[v], where W (V,E) is the embedding, passed in.
+    """log p(v) = log softmax(W h + b)[v], where W (V,E) is the embedding, passed in.
 
     With cutoffs it is adaptive (Grave et al. 2017, all clusters of full width): tokens below the first cutoff share one
     softmax with the clusters, and a token of cluster c has log p(c) + log p(v | c). The weights of a cluster are used
@@ -40,18 +41,21 @@ class TiedSoftmax(nn.Module):
         vocabulary: V.
         width: E.
         cutoffs: first tokens of the clusters, increasing; tokens are sorted by falling frequency. Empty: plain.
+        bias: whether a plain softmax has the bias b (V,). An adaptive one has it always.
     """
 
     edges: Tensor
 
-    def __init__(self, vocabulary: int, width: int, cutoffs: Sequence[int] = ()) -> None:
+    def __init__(self, vocabulary: int, width: int, cutoffs: Sequence[int] = (), *, bias: bool = True) -> None:
         super().__init__()
         check.check_count("vocabulary", vocabulary)
         check.check_count("width", width)
         starts = [cutoff for cutoff in check.check_cutoffs(cutoffs) if cutoff < vocabulary]
         ends = [*starts, vocabulary]
         self.sizes = [stop - start for start, stop in pairwise([0, *ends])]
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        if starts and not check.check_flag("bias", bias):
+            raise ValueError("bias: expected True with cutoffs, got False")
+        self.bias = nn.Parameter(torch.zeros(vocabulary)) if bias else None
         self.cluster_weight = nn.Parameter(torch.empty(len(starts), width)) if starts else None
         self.cluster_bias = nn.Parameter(torch.zeros(len(starts))) if starts else None
         self.register_buffer("edges", torch.tensor(starts, dtype=torch.int64), persistent=False)
@@ -82,10 +86,10 @@ class TiedSoftmax(nn.Module):
 
         The T x V logits are never in memory all at once.
         """
-        if is_fused(hidden, adaptive=self.cluster_weight is not None, logits=len(hidden) * len(weight)):
-            return self._fused_losses(hidden, weight, target)
         if self.cluster_weight is None:
             return _losses(hidden, weight, self.bias, target)
+        if is_fused(hidden):
+            return self._fused_losses(hidden, weight, target)
         (head, head_bias), *tails = self._clusters(weight)
         cluster, first = self._head_targets(target)
         losses = _losses(hidden, head, head_bias, first)
@@ -100,24 +104,30 @@ class TiedSoftmax(nn.Module):
             start += len(tail)
         return losses
 
+    def total_loss(
+        self, hidden: Float[Tensor, "t e"], weight: Float[Tensor, "v e"], target: Int[Tensor, " t"]
+    ) -> Float[Tensor, ""]:
+        """Return the sum of `losses`. For training: a plain softmax computes its gradients with the loss."""
+        if self.cluster_weight is None:
+            return linear_cross_entropy(hidden, weight, self.bias, target, IGNORE)
+        return self.losses(hidden, weight, target).sum()
+
     def _fused_losses(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        from mgk.ops.triton.cross_entropy import linear_cross_entropy  # imported only where it is used
+        from mgk.ops.triton.cross_entropy import losses_of_rows  # imported only where it is used
 
         if autocasts(hidden):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-        if self.cluster_weight is None:
-            return linear_cross_entropy(hidden, weight, self.bias, target)
         (head, head_bias), *tails = self._clusters(weight)
         cluster, first = self._head_targets(target)
-        losses = linear_cross_entropy(hidden, head, head_bias, first)
+        losses = losses_of_rows(hidden, head, head_bias, first)
         order = cluster.argsort(stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         ends = (cluster[:, None] <= torch.arange(len(self.sizes), device=cluster.device)).sum(0).int()
         rows, wanted, start = reorder(hidden, order, place), target[order], self.sizes[0]
         within = torch.zeros_like(losses)
         for number, (tail, tail_bias) in enumerate(tails):
-            within = within + linear_cross_entropy(rows, tail, tail_bias, wanted - start, ends[number : number + 2])
+            within = within + losses_of_rows(rows, tail, tail_bias, wanted - start, ends[number : number + 2])
             start += len(tail)
         return losses + reorder(within, place, order)
 
@@ -133,20 +143,20 @@ class TiedSoftmax(nn.Module):
         """
         assert self.cluster_weight is not None
         assert self.cluster_bias is not None
+        assert self.bias is not None
         weights, biases = list(torch.split(weight, self.sizes)), list(torch.split(self.bias, self.sizes))
         weights[0] = torch.cat((weights[0], self.cluster_weight.to(weight.dtype)))
         biases[0] = torch.cat((biases[0], self.cluster_bias))
         return list(zip(weights, biases, strict=True))
 
 
-def is_fused(hidden: Tensor, *, adaptive: bool, logits: int) -> bool:
-    """Whether a kernel computes the losses without storing logits: if there are many, or for an adaptive softmax."""
+def is_fused(hidden: Tensor) -> bool:
+    """Whether a kernel computes the losses of an adaptive softmax, without storing logits."""
     supported = HAS_TRITON and dtype_name(hidden.dtype) in TRITON_DTYPES and hidden.shape[1] <= FUSED_WIDTH
-    fits = hidden.is_cuda and supported
-    return fits and (adaptive or logits > MAX_LOGITS)
+    return hidden.is_cuda and supported
 
 
-def _losses(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+def _losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
     rows = max(1, MAX_LOGITS // len(weight))
     if len(hidden) <= rows:
         return _token_losses(hidden, weight, bias, target)
@@ -157,5 +167,5 @@ def _losses(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Ten
     return torch.cat(parts)
 
 
-def _token_losses(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+def _token_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
     return cross_entropy(linear(hidden, weight, bias).float(), target, ignore_index=IGNORE, reduction="none")

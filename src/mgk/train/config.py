@@ -120,8 +120,8 @@ class Config:
     """Precision of the arithmetic; bf16-mixed keeps weights in float32. On a CPU bf16-mixed becomes 32-true."""
     accumulate: int = 1
     """Micro-batches into which each process splits its part of a batch: less memory, the same update."""
-    compile: bool = False
-    """Compile the model with torch.compile. Combines with `graphs`."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the model with torch.compile; auto: if there is one GPU. Combines with `graphs`."""
     graphs: Literal["auto", "on", "off"] = "auto"
     """Replay each step from a CUDA graph, one per batch shape; auto: if there is one GPU."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
@@ -189,6 +189,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 def from_dict(values: dict[str, Any]) -> Config:
     """Inverse of `to_dict`, also after JSON; an unknown, missing or mistyped field is an error."""
     values = dict(values)
+    if isinstance(values.get("compile"), bool):  # runs of mgk 0.x before `auto`
+        values["compile"] = "on" if values["compile"] else "off"
     model = values.get("model")
     if not isinstance(model, dict) or model.get("kind") not in MODELS:
         raise ValueError(f"model.kind: expected one of {', '.join(MODELS)}, got {check.describe(model)}")

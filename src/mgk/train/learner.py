@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._pytree import tree_leaves
 
 from mgk.models import build
+from mgk.ops.api import HAS_TRITON
 from mgk.train.config import Config
 from mgk.train.graph import Batch, Graphs, to_device
 
@@ -45,7 +46,7 @@ class Learner:
         torch.manual_seed(config.seed)  # the same initial weights for any number of processes
         self.objective = Objective(self.build(config))
         self.sharded = config.strategy == "fsdp"
-        call = torch.compile(self.objective) if config.compile else self.objective
+        call = torch.compile(self.objective) if self._compiles else self.objective
         self.call = fabric.setup_module(call)  # type: ignore[arg-type]
         self.optimiser: Any = fabric.setup_optimizers(self._optimiser())
         self.sums = self._zeros(SUMS)
@@ -65,6 +66,11 @@ class Learner:
         if possible and config.graphs != "off":
             train = Graphs(self._update, self.device)
             self.run, self._score = train, Graphs(self._measure, self.device, train.pool)
+
+    @property
+    def _compiles(self) -> bool:
+        one_gpu = self.device.type == "cuda" and self.fabric.world_size == 1 and HAS_TRITON
+        return self.config.compile == "on" or (self.config.compile == "auto" and one_gpu)
 
     @staticmethod
     def build(config: Config) -> nn.Module:

@@ -166,7 +166,7 @@ def token_gradient_kernel(X, W, BIAS, TARGET, SPAN, GRAD, LSE, DW, DBIAS, num_ro
     tl.store(DBIAS + o_n, dbias, mask=o_n < num_tokens)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None = None) -> Tensor:
+def losses_of_rows(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span: Tensor | None = None) -> Tensor:
     """Return the losses (T,), in float32, of x (T,E), weight (V,E) in the dtype of x, bias (V,) and target (T,), int64.
 
     The loss is zero for rows with a negative target and for rows outside of span (2,), int32.
