@@ -1,12 +1,13 @@
 """The sum of -log softmax(W h + b)[target] over many rows, without all T x V logits in memory.
 
-Rows are taken in chunks whose logits fit into CHUNK_BYTES. The gradient of a chunk is computed together with its loss,
-while its logits are in memory:
+Many rows are taken in CHUNKS equal chunks. The gradient of a chunk is computed together with its loss, while its
+logits are in memory:
 
     d loss / d logit[t,v] = softmax(logits[t])[v] - [v = target[t]]
 
 So there are three matrix products in all, as with full logits. (Recomputing logits in backward would be a fourth.) The
-code is plain PyTorch: torch.compile fuses what is between the products of a chunk.
+code is plain PyTorch: torch.compile fuses what is between the products of a chunk. The number of chunks is fixed, so
+that it compiles once for any number of rows.
 
 T rows, E width of the model, V vocabulary.
 """
@@ -24,8 +25,8 @@ from mgk.ops.common import autocasts, without_autocast
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-CHUNK_BYTES = 1 << 29  # of logits in memory at once
-TILE = 256  # a chunk has a multiple of this number of rows, for the tiles of the matrix products
+CHUNKS = 8
+FEW_BYTES = 1 << 28  # logits that need no chunks
 
 
 def linear_cross_entropy(
@@ -37,15 +38,13 @@ def linear_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Return the summed loss, in float32, of the rows whose target is not `ignore`."""
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else hidden.dtype
-    rows = max(TILE, CHUNK_BYTES // (len(weight) * dtype.itemsize) // TILE * TILE)
-    if hidden.shape[0] <= rows or not torch.is_grad_enabled():
-        parts = zip(torch.split(hidden, rows), torch.split(target, rows), strict=True)
-        return torch.stack([_full_loss(part, weight, bias, wanted, ignore) for part, wanted in parts]).sum()
-    return ChunkedCrossEntropy.apply(hidden, weight, bias, target, ignore, rows, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    if hidden.shape[0] * weight.shape[0] * dtype.itemsize <= FEW_BYTES:
+        return cross_entropy(linear(hidden, weight, bias).float(), target, ignore_index=ignore, reduction="sum")
+    return ChunkedCrossEntropy.apply(hidden, weight, bias, target, ignore, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _full_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore: int) -> Tensor:
-    return cross_entropy(linear(hidden, weight, bias).float(), target, ignore_index=ignore, reduction="sum")
+def in_chunks(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(x, -(-x.shape[0] // CHUNKS))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -53,14 +52,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore: int, rows: int,
-        dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore: int, dtype: torch.dtype
+    ) -> Tensor:
         with without_autocast(hidden):
             x, matrix, offset = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
             total, parts = torch.zeros((), device=hidden.device), []
             grad_weight = grad_bias = None
-            for chunk, wanted in zip(torch.split(x, rows), torch.split(target, rows), strict=True):
+            for chunk, wanted in zip(in_chunks(x), in_chunks(target), strict=True):
                 loss, grad = loss_and_gradient(linear(chunk, matrix, offset), wanted, ignore)
                 total = total + loss
                 parts.append(grad @ matrix)
@@ -78,7 +76,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if x is None else (x * grad).to(dtype) for x, dtype in saved), None, None, None, None
+        return *(None if x is None else (x * grad).to(dtype) for x, dtype in saved), None, None, None
 
 
 def loss_and_gradient(
