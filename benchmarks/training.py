@@ -133,7 +133,8 @@ def time_in_turn(workers: list[Worker], mode: str, deadline: float) -> None:
     times: dict[int, list[float]] = {index: [] for index in range(len(workers))}
     for _ in range(ROUNDS):
         for index, worker in enumerate(workers):
-            if worker.works and time.monotonic() < deadline:
+            possible = worker.works and (mode != "graph" or "not_captured" not in worker.result)
+            if possible and time.monotonic() < deadline:
                 worker.ask("time", mode)
                 found = worker.answer(deadline)
                 if "error" in found:
@@ -216,7 +217,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         write_json(chosen.output, result)
         print(f"{name}: {time.monotonic() - began:.0f} s\n{table(found)}", flush=True)
         for each_found in found:
-            for key in ("kinds", "ways", "shapes", "trace"):
+            for key in ("kinds", "ways", "shapes", "not_captured", "trace"):
                 if key in each_found:
                     print(each_found["method"], key, each_found[key], flush=True)
     return result

@@ -97,13 +97,16 @@ class Measured:
         }  # fmt: skip
 
     def capture(self) -> dict[str, Any]:
-        """Record the step in a CUDA graph."""
-        self.graph = Graphs(self.model.step, torch.device("cuda", torch.cuda.current_device()))
-        torch.cuda.reset_peak_memory_stats()
-        self.graph(self.batch)
+        """Record the step in a CUDA graph, or return why that is not possible."""
+        graph = Graphs(self.model.step, torch.device("cuda", torch.cuda.current_device()))
+        graph(self.batch)
         torch.cuda.empty_cache()
-        self.graph(self.batch)
-        self.synchronise()
+        try:
+            graph(self.batch)
+            self.synchronise()
+        except RuntimeError as error:
+            return {"not_captured": str(error)[:300]}
+        self.graph = graph
         return self.rest()
 
     def time(self, mode: str) -> dict[str, Any]:
