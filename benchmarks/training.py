@@ -141,9 +141,9 @@ def time_in_turn(workers: list[Worker], mode: str, deadline: float) -> None:
                     worker.result |= found
                 else:
                     times[index].append(found["milliseconds"])
-    for index, found in times.items():
-        if found:
-            workers[index].result[mode] = {"milliseconds": statistics.median(found), "each": found}
+    for index, all_times in times.items():
+        if all_times:
+            workers[index].result[mode] = {"milliseconds": statistics.median(all_times), "each": all_times}
 
 
 def rated(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

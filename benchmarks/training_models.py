@@ -172,10 +172,11 @@ def ours(attention: str, heads: int, e_step: str, size: Size, length: int, devic
     model: Any = ClassifierConfig(**shared)
     if size.causal:
         model = LanguageModelConfig(**shared, cutoffs=(), output_bias=False)
+    settings: dict[str, Any] = {"device": device, "compile": "on" if compiled else "off", "graphs": "off"}
     config = Config(
         "benchmark", model, DataConfig("none", batch=1), OptimiserConfig(lr=RATE, betas=BETAS, clip=CLIP, eps=1e-8),
-        device=device, compile="on" if compiled else "off", graphs="off",
-    )  # type: ignore[arg-type]  # fmt: skip
+        **settings,
+    )  # fmt: skip
     learner = Learner(launch(config), config)
     number = iter(range(1 << 30))
 

@@ -9,6 +9,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -194,7 +195,10 @@ class Loss(Measured):
 
             return chunks
 
-        found = {"full": torch.compile(full), "recomputed": torch.compile(recomputed)}
+        found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+            "full": torch.compile(full),
+            "recomputed": torch.compile(recomputed),
+        }
         for count in (4, 8, 16):
             found[f"{count} chunks"] = torch.compile(in_chunks(count), fullgraph=True)
         found["8 chunks, eager"] = in_chunks(8)
@@ -214,7 +218,7 @@ class Loss(Measured):
             self.hidden.grad = self.weight.grad = None
             with torch.autocast(self.device, torch.bfloat16, enabled=self.cuda):
                 value = loss(self.hidden, self.weight)
-            (value / len(self.target)).backward()
+            torch.autograd.backward(value / len(self.target))
             return value
 
         start = time.perf_counter()
@@ -235,17 +239,13 @@ class Recompile(Measured):
 
     def prepare(self) -> dict[str, Any]:
         model = make("smgk:6" if self.cuda else "smgk:1", self.size, self.row.length, self.device, True)
-        found, base = [], (32, 1024) if self.cuda else (4, 16)
-        for shape in (
-            base,
-            (base[0] // 2, base[1]),
-            (base[0], base[1] // 2),
-            (base[0] * 3 // 4, base[1] * 3 // 4),
-            base,
-        ):
+        found: list[dict[str, Any]] = []
+        rows, length = (32, 1024) if self.cuda else (4, 16)
+        for divisors in ((1, 1), (2, 1), (1, 2), (1.5, 1.5), (1, 1)):
+            shape = int(rows / divisors[0]), int(length / divisors[1])
             batch = make_batch(self.size, *shape, self.device)
-            seconds = [self.seconds(lambda batch=batch: model.step(batch), 1) for _ in range(3)]
-            found.append({"batch": shape[0], "length": shape[1], "seconds": seconds, "graphs": compiled_graphs()})
+            seconds = [self.seconds(partial(model.step, batch), 1) for _ in range(3)]
+            found.append({"shape": list(batch["tokens"].shape), "seconds": seconds, "graphs": compiled_graphs()})
         return {"shapes": found}
 
 

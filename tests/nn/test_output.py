@@ -28,6 +28,7 @@ def test_adaptive_is_pytorchs() -> None:
     theirs = nn.AdaptiveLogSoftmaxWithLoss(
         WIDTH, VOCABULARY, list(CUTOFFS), div_value=1.0, head_bias=True, dtype=torch.float64
     )
+    assert module.bias is not None
     assert module.cluster_weight is not None
     assert module.cluster_bias is not None
     with torch.no_grad():
@@ -70,6 +71,7 @@ def test_probabilities_sum_to_one(cutoffs: tuple[int, ...]) -> None:
     if cutoffs:
         torch.testing.assert_close(logits.exp().sum(-1), torch.ones(2, 3))
     else:
+        assert module.bias is not None
         torch.testing.assert_close(logits, (normal(2, 3, WIDTH) @ weight.T + module.bias).float())
 
 
