@@ -2,14 +2,16 @@
 
 A step reads the full capacity of the cache, and a mask says which positions are filled. No argument of the step then
 depends on a number on the host, so a CUDA graph can hold all its kernel launches, which for a single token take the
-host longer than the GPU. The MGK and sMGK kernels skip masked positions; PyTorch's softmax attention has slower kernels
-with a mask.
+host longer than the GPU. torch.compile makes fewer kernels of them. The MGK and sMGK kernels skip masked positions;
+PyTorch's softmax attention has slower kernels with a mask.
 
 B batch, N positions so far, C capacity of the cache in positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,46 +26,60 @@ if TYPE_CHECKING:
 
 
 class FixedShapeCache(KeyValueCache):
-    """The buffers of another cache at their full capacity: `append` overwrites the one position `place`.
+    """The buffers of a cache at their full capacity: `append` overwrites one position.
 
     Args:
-        cache: a cache that holds at least a prompt.
+        key: (B,H,C,D) or (B,H,M,C,D).
+        value: (B,H,C,Dv).
         place: (1,), the position to write, on the device of the cache.
     """
 
-    def __init__(self, cache: KeyValueCache, place: Int[Tensor, " one"]) -> None:
-        super().__init__(cache.batch_size, cache._capacity)
-        self.cache, self.place = cache, place
+    def __init__(self, key: Tensor, value: Tensor, place: Int[Tensor, " one"]) -> None:
+        super().__init__(key.shape[0], key.shape[-2])
+        self._key, self._value, self.place = key, value, place
         self.length = self._capacity - 1  # the attention adds the new position and so sees C keys
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        buffers = buffers_of(self.cache)
-        for buffer, new in zip(buffers, (key, value), strict=True):
-            buffer.index_copy_(-2, self.place, new)
-        return buffers
+        assert self._key is not None
+        assert self._value is not None
+        self._key.index_copy_(-2, self.place, key)
+        self._value.index_copy_(-2, self.place, value)
+        return self._key, self._value
+
+
+def decode(
+    model: LanguageModel, buffers: list[tuple[Tensor, Tensor]], tokens: Tensor, mask: Tensor, positions: Tensor,
+    place: Tensor,
+) -> Float[Tensor, "b 1 v"]:  # fmt: skip
+    """Write one token (B,1) at `place` of every layer's buffers, and return the logits of the next one."""
+    cache = StackCache([FixedShapeCache(key, value, place) for key, value in buffers])
+    return model(tokens, mask, positions=positions, cache=cache, last=1)  # type: ignore[no-any-return]
 
 
 class StaticStep:
-    """One decoding step of fixed shape. On a GPU the first step runs eagerly, the second is captured, others replay it.
+    """One decoding step of fixed shape. On a GPU the first step is launched, the second captured, others replay it.
 
     Args:
         model: the language model that filled the caches.
         layers: the cache of each layer, with a prompt in it.
         graph: capture and replay a CUDA graph on a GPU.
+        compile: compile the step with torch.compile.
     """
 
-    def __init__(self, model: LanguageModel, layers: list[KeyValueCache], *, graph: bool = True) -> None:
+    def __init__(
+        self, model: LanguageModel, layers: list[KeyValueCache], *, graph: bool = True, compile: bool = False
+    ) -> None:
         self.model, self.layers = model, layers
         self.shape = (layers[0].batch_size, layers[0]._capacity)
         self.device = buffers_of(layers[0])[0].device
         self.graph = graph and self.device.type == "cuda"
+        self.decode = compiled_decode() if compile else decode
         self.tokens = torch.zeros(self.shape[0], 1, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
         self.mask = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
         self.place = torch.zeros(1, dtype=torch.long, device=self.device)
-        self._cache = StackCache([FixedShapeCache(layer, self.place) for layer in layers])
         self._filled = 0
-        self._buffers: list[Tensor] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
         self._captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         for layer in layers:
             for buffer in buffers_of(layer):  # uninitialised memory may be NaN, and 0 * NaN is NaN
@@ -98,10 +114,13 @@ class StaticStep:
         return logits
 
     def _logits(self) -> Tensor:
-        buffers = [buffer for layer in self.layers for buffer in buffers_of(layer)]
-        same = len(self._buffers) == len(buffers) and all(a is b for a, b in zip(buffers, self._buffers, strict=True))
+        buffers = [buffers_of(layer) for layer in self.layers]
+        same = len(self._buffers) == len(buffers) and all(
+            a is b for old, new in zip(self._buffers, buffers, strict=True) for a, b in zip(old, new, strict=True)
+        )
+        self._buffers = buffers
         if not same or not self.graph:  # beam search replaces the buffers at every step
-            self._buffers, self._captured = buffers, None
+            self._captured = None
             return self._compute()
         if self._captured is None:
             self._captured = capture(self._compute, self.device, advice="add disable_compile=True")
@@ -110,7 +129,13 @@ class StaticStep:
 
     @torch.no_grad()
     def _compute(self) -> Tensor:
-        return self.model(self.tokens, self.mask, positions=self.positions, cache=self._cache, last=1)  # type: ignore[no-any-return]
+        return self.decode(self.model, self._buffers, self.tokens, self.mask, self.positions, self.place)
+
+
+@cache
+def compiled_decode() -> Callable[..., Tensor]:
+    """One function for all caches, so that a step of the same shape is compiled once."""
+    return torch.compile(decode)
 
 
 def buffers_of(cache: KeyValueCache) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,8 @@ def check_log_prior(log_prior: object, heads: int, components: int, keys: int, q
         raise TypeError(f"log_prior: expected a tensor (H,M) or (H,M,Nk) or None, got {describe(log_prior)}")
     if not log_prior.is_floating_point():
         raise TypeError(f"log_prior: expected a floating-point tensor, got dtype {log_prior.dtype}")
-    if tuple(log_prior.shape) not in ((heads, components), (heads, components, keys)):
+    shape = tuple(log_prior.shape)
+    if shape != (heads, components) and shape != (heads, components, keys):  # torch.compile traces no `in` of symbols
         raise ValueError(
             f"log_prior: expected shape (H,M) = {(heads, components)} or (H,M,Nk) = {(heads, components, keys)}, "
             f"got {tuple(log_prior.shape)}"
