@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from mgk.nn.linear_cross_entropy import linear_cross_entropy
 from mgk.nn.packing import reorder
 from mgk.ops import arguments as check
 from mgk.ops.api import HAS_TRITON
 from mgk.ops.common import autocasts, dtype_name
 from mgk.ops.dispatch import TRITON_DTYPES
+from mgk.ops.linear_cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from mgk.nn import linear_cross_entropy as module
+from mgk.ops import linear_cross_entropy as module
 from tests.nn.common import normal
 
 ROWS, WIDTH, VOCABULARY, IGNORE = 100, 6, 23, -100
@@ -83,13 +83,13 @@ def test_frozen_weights_get_no_gradient_and_ignored_rows_none_either() -> None:
 def test_no_more_than_one_chunk_of_logits_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of the size of logits is kept for backward."""
     sizes: list[int] = []
-    real = module.loss_and_gradient
+    real = module.replace_by_gradient
 
-    def look(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def look(logits: Tensor, *rest: Any) -> Tensor:
         sizes.append(len(logits))
         return real(logits, *rest)
 
-    monkeypatch.setattr(module, "loss_and_gradient", look)
+    monkeypatch.setattr(module, "replace_by_gradient", look)
     hidden, weight, bias, target = inputs()
     kept: list[int] = []
 
@@ -101,6 +101,13 @@ def test_no_more_than_one_chunk_of_logits_is_in_memory(monkeypatch: pytest.Monke
         module.linear_cross_entropy(hidden, weight, bias, target, IGNORE)
     assert max(sizes) == -(-ROWS // module.CHUNKS)
     assert max(kept) == max(hidden.numel(), weight.numel())
+
+
+@torch.no_grad()
+def test_without_gradients_the_loss_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = module.linear_cross_entropy(*inputs(), IGNORE)
+    monkeypatch.setattr(module, "FEW_BYTES", 1 << 20)
+    torch.testing.assert_close(found, module.linear_cross_entropy(*inputs(), IGNORE))
 
 
 def test_it_compiles_once_more_when_the_number_of_rows_changes() -> None:
