@@ -14,38 +14,37 @@ from benchmarks import generate
 from mgk.hf.static import FixedShapeCache
 
 
-def test_it_measures_both_modes_and_compares_the_best(tmp_path: Path) -> None:
+def test_it_measures_every_way_and_compares_with_the_best_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(generate.OPTIONS, "compiled", generate.STATIC)  # compiling takes a minute
     path = tmp_path / "deep" / "generate.json"
-    found = generate.main(["--tiny", "--output", str(path), "--methods", "softmax", "sMGK soft"])
+    found = generate.main(["--tiny", "--output", str(path), "--methods", "llama", "sMGK soft"])
     assert json.loads(path.read_text()) == json.loads(json.dumps(found))
     rows = found["rows"]
-    assert [(row["method"], row["heads"], row["mode"]) for row in rows] == [
-        ("softmax", 4, "dynamic"), ("softmax", 4, "static"), ("sMGK soft", 2, "dynamic"), ("sMGK soft", 2, "static"),
+    assert [(row["method"], row["way"]) for row in rows] == [
+        ("llama", "static"), ("llama", "dynamic"), ("sMGK soft", "compiled"), ("sMGK soft", "static"),
     ]  # fmt: skip
-    # Keys and values of 2 sequences, 40 positions, 4 heads of 8 numbers, 2 layers, in float32.
-    assert rows[0]["cache_bytes"] == 2 * 2 * 40 * 4 * 8 * 2 * 4
-    assert found["summary"]["sMGK soft"]["cache"] == 0.5
+    best = max(row["tokens_per_second"] for row in rows[:2])
+    assert rows[3]["speed"] == rows[3]["tokens_per_second"] / best
     assert found["environment"]["versions"]["transformers"]
 
 
-def test_the_fastest_mode_counts_and_a_failed_one_does_not() -> None:
+def test_ratios_are_to_the_fastest_baseline_at_the_same_point_and_a_failed_row_has_none() -> None:
     rows: list[dict[str, Any]] = [
-        {"method": "softmax", "mode": "dynamic", "tokens_per_second": 100.0, "cache_bytes": 8},
-        {"method": "softmax", "mode": "static", "tokens_per_second": 40.0, "cache_bytes": 8},
-        {"method": "sMGK soft", "mode": "dynamic", "tokens_per_second": 120.0, "cache_bytes": 4},
-        {"method": "sMGK soft", "mode": "static", "tokens_per_second": 190.0, "cache_bytes": 4},
-        {"method": "MGK soft", "mode": "static", "failed": "no kernel"},
+        {"method": "llama", "batch": 1, "length": 8, "tokens_per_second": 100.0},
+        {"method": "llama", "batch": 1, "length": 8, "tokens_per_second": 40.0},
+        {"method": "sMGK soft", "batch": 1, "length": 8, "tokens_per_second": 190.0},
+        {"method": "sMGK soft", "batch": 2, "length": 8, "tokens_per_second": 1.0},
+        {"method": "MGK soft", "batch": 1, "length": 8, "failed": "no kernel"},
     ]
-    found = generate.summary(rows)
-    assert found["sMGK soft"] == {"mode": "static", "speedup": 1.9, "cache": 0.5}
-    assert found["softmax"]["mode"] == "dynamic"
-    assert "MGK soft" not in found
+    assert [row.get("speed") for row in generate.rated(rows)] == [1.0, 0.4, 1.9, None, None]
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = generate.make("sMGK soft", generate.TINY, "cpu")
     assert generate.check(model, "static") < 1e-5
     append = FixedShapeCache.append
-    monkeypatch.setattr(FixedShapeCache, "append", lambda cache, key, value: append(cache, key, 2 * value))
+    monkeypatch.setattr(FixedShapeCache, "append", lambda cache, key, value: append(cache, key, -value))
     with pytest.raises(RuntimeError, match="a wrong result is not timed"):
         generate.check(model, "static")

@@ -92,14 +92,15 @@ class MGKCache(Cache):
         capacity: allocate the buffers for this number of positions at once, and decode single tokens in steps of one
             shape (`mgk.hf.static`); 0 lets the buffers grow.
         graph: on a GPU, run such a step as a CUDA graph.
+        compile: compile such a step with torch.compile.
     """
 
-    def __init__(self, stack: StackCache, capacity: int = 0, *, graph: bool = True) -> None:
+    def __init__(self, stack: StackCache, capacity: int = 0, *, graph: bool = True, compile: bool = False) -> None:
         layers = stack.layers
         if capacity:
             layers = [KeyValueCache(x.batch_size, capacity) if isinstance(x, KeyValueCache) else x for x in layers]
         super().__init__(layers=[MGKCacheLayer(inner) for inner in layers])
-        self.static, self.graph = bool(capacity), graph
+        self.static, self.graph, self.compile = bool(capacity), graph, compile
         self._step: StaticStep | None = None
 
     def step(self, model: LanguageModel, length: int) -> StaticStep | None:
@@ -111,7 +112,7 @@ class MGKCache(Cache):
         if not self.static or length != 1 or not layers or not 0 < layers[0].length < layers[0]._capacity:
             return None
         if self._step is None or not self._step.fits(layers):
-            self._step = StaticStep(model, layers, graph=self.graph)
+            self._step = StaticStep(model, layers, graph=self.graph, compile=self.compile)
         return self._step
 
     @property

@@ -247,7 +247,8 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         capacity = max_cache_length if kind == "static" else 0
         graph = not generation_config.disable_compile
-        model_kwargs["past_key_values"] = MGKCache(self.mgk.new_cache(rows), capacity, graph=graph)
+        compile = graph and generation_config.compile_config is not None
+        model_kwargs["past_key_values"] = MGKCache(self.mgk.new_cache(rows), capacity, graph=graph, compile=compile)
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):

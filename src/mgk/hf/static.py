@@ -129,13 +129,14 @@ class StaticStep:
 
     @torch.no_grad()
     def _compute(self) -> Tensor:
-        return self.decode(self.model, self._buffers, self.tokens, self.mask, self.positions, self.place)
+        buffers = [buffers_of(layer) for layer in self.layers]
+        return self.decode(self.model, buffers, self.tokens, self.mask, self.positions, self.place)
 
 
 @cache
 def compiled_decode() -> Callable[..., Tensor]:
-    """One function for all caches, so that a step of the same shape is compiled once."""
-    return torch.compile(decode)
+    """One function for all caches, compiled once for all batch sizes above one and all capacities."""
+    return torch.compile(decode, dynamic=True)
 
 
 def buffers_of(cache: KeyValueCache) -> tuple[Tensor, Tensor]:
