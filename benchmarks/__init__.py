@@ -1,4 +1,5 @@
 """Benchmarks of kernels and full models, against the baselines a user would pick instead.
 
-Run from a checkout: `python -m benchmarks.NAME`, where NAME is attention, train, generate, merging, tune or plot.
+Run from a checkout: `python -m benchmarks.NAME`, where NAME is attention, training, train, generate, merging, tune or
+plot.
 """

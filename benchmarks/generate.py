@@ -71,21 +71,21 @@ def make(method: str, case: Case, device: str) -> Any:
     """Build the language model of a method."""
     torch.manual_seed(0)
     inner = case.heads * case.width
+    fields: dict[str, Any]
     if method == BASELINE:
-        config: Any = transformers.LlamaConfig(
-            hidden_size=inner, num_hidden_layers=case.layers, num_attention_heads=case.heads,
-            intermediate_size=8 * inner // 3, vocab_size=case.vocabulary, max_position_embeddings=65536,
-            tie_word_embeddings=True, attn_implementation="sdpa", bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
-        model: Any = transformers.LlamaForCausalLM(config)
+        fields = {
+            "hidden_size": inner, "num_hidden_layers": case.layers, "num_attention_heads": case.heads,
+            "intermediate_size": 8 * inner // 3, "vocab_size": case.vocabulary, "max_position_embeddings": 65536,
+            "tie_word_embeddings": True, "attn_implementation": "sdpa", "bos_token_id": None, "eos_token_id": None,
+        }  # fmt: skip
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
     else:
-        heads = case.heads if method == "softmax" else case.heads // 2
-        config = MGKConfig(
-            kind="language", **METHODS[method], heads=heads, head_dim=case.width, width=inner, hidden=4 * inner,
-            layers=case.layers, vocabulary=case.vocabulary, cutoffs=(), norm="pre", positions="sinusoidal",
-            activation="gelu", output_bias=False,
-        )  # fmt: skip
-        model = MGKForCausalLM(config)
+        fields = METHODS[method] | {
+            "heads": case.heads if method == "softmax" else case.heads // 2, "head_dim": case.width, "width": inner,
+            "hidden": 4 * inner, "layers": case.layers, "vocabulary": case.vocabulary, "cutoffs": (), "norm": "pre",
+            "positions": "sinusoidal", "activation": "gelu", "output_bias": False,
+        }  # fmt: skip
+        model = MGKForCausalLM(MGKConfig(kind="language", **fields))
     return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
 
 
@@ -195,7 +195,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     case, points = (TINY, ((2, 20),)) if chosen.tiny else (Case(), POINTS)
     transformers.utils.logging.set_verbosity_error()
-    start, rows, errors = time.monotonic(), [], {}
+    start = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    errors: dict[tuple[str, str], float] = {}
     models = {name: make(name, case, device) for name in chosen.methods}
     facts = environment()
     facts["versions"]["transformers"] = transformers.__version__

@@ -123,3 +123,12 @@ def test_it_compiles_once_more_when_the_number_of_rows_changes() -> None:
         hidden, weight, bias, target = inputs(rows=rows)
         call(hidden, weight, bias, target, IGNORE)
     assert len(graphs) == 2
+
+
+def test_flops_are_those_of_three_products() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    hidden, weight, bias, target = inputs()
+    with FlopCounterMode(display=False) as counter:
+        module.linear_cross_entropy(hidden, weight, bias, target, IGNORE).backward()  # type: ignore[no-untyped-call]
+    assert counter.get_total_flops() == 3 * 2 * ROWS * WIDTH * VOCABULARY

@@ -60,6 +60,8 @@ def stream(model: Any, tokenizer: Any, prompt: str, shown: Callable[[str], None]
     if model.generation_config.pad_token_id is None:
         options.setdefault("pad_token_id", 0)  # never used: there is one row and no padding
     beams = options.get("num_beams", 1) > 1
+    if model.device.type == "cuda" and not beams:  # steps from a CUDA graph; beams replace the buffers in every step
+        options.setdefault("cache_implementation", "static")
     row = model.generate(**inputs, **options, streamer=None if beams else _Streamer(tokenizer, shown))[0, length:]
     if beams:
         shown(tokenizer.decode(row, clean_up_tokenization_spaces=False))

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
-from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.api import HAS_TRITON
 from mgk.ops.common import autocasts
-from mgk.ops.operator import operator
+from mgk.ops.operator import count_flops, operator
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 CHUNKS = 4
 FEW_BYTES = 1 << 28  # logits that need no chunks
+Results = tuple[Tensor, Tensor, Tensor, Tensor]  # the loss, and the gradients of hidden, weight and bias
 
 
 def linear_cross_entropy(
@@ -44,6 +44,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         parts = zip(_chunks(hidden), _chunks(target), strict=True)
         return torch.stack([_full(x, weight, bias, wanted, ignore) for x, wanted in parts]).sum()
+    count_flops(torch.ops.mgk.linear_cross_entropy, flops)
     frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
     result: Tensor = chunked_cross_entropy(hidden.to(dtype), weight, bias, target, ignore, frozen)[0]
     return result
@@ -60,12 +61,13 @@ def _chunks(x: Tensor) -> tuple[Tensor, ...]:
 @operator("linear_cross_entropy")
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore: int, frozen: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Results:
     """Return the loss and the gradients of hidden, weight and bias; those of a frozen weight or no bias are (0,).
 
     Products are computed in the dtype of `hidden`; sums over chunks are in float32.
     """
-    total, grad_hidden, grad_weight, grad_bias = results = empty_results(hidden, weight, bias, target, ignore, frozen)
+    results: Results = empty_results(hidden, weight, bias, target, ignore, frozen)
+    total, grad_hidden, grad_weight, grad_bias = results
     matrix, offset = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     for each in (total, grad_weight, grad_bias):
         each.zero_()
@@ -83,7 +85,7 @@ def chunked_cross_entropy(
 @chunked_cross_entropy.register_fake
 def empty_results(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore: int, frozen: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Results:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     grad_weight = hidden.new_empty((0,) if frozen else weight.shape, dtype=dtype)
     grad_bias = hidden.new_empty((0,) if frozen or bias is None else bias.shape, dtype=dtype)
@@ -119,6 +121,5 @@ def scaled_gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ..
 chunked_cross_entropy.register_autograd(scaled_gradients, setup_context=keep_for_backward)
 
 
-@register_flop_formula(torch.ops.mgk.linear_cross_entropy)
-def _(hidden: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+def flops(hidden: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 6 * hidden[0] * hidden[1] * weight[0]

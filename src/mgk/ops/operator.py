@@ -7,6 +7,7 @@ but costs the host more than the launch of the kernel. Where nothing traces, the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import NoneType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 PLAIN = {Tensor, nn.Parameter, NoneType, bool, int, float, str, torch.dtype}
 TRANSFORMS = (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)  # Jvp is an error; an operator would say zero
@@ -46,6 +48,23 @@ class Operator:
 def operator(name: str, device_types: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
     """The decorator."""
     return lambda function: Operator(function, name, device_types)
+
+
+def count_flops(packet: Any, formula: Callable[..., int]) -> None:
+    """Let active FLOP counters count an operator. Call it before the operator is called.
+
+    `torch.utils.flop_counter` imports Triton, which `import mgk` must not do, and each counter copies the formulas when
+    it is made. So a formula is registered when its operator runs under a counter.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None or torch.compiler.is_compiling() or not num_modes():
+        return
+    if packet not in module.flop_registry:
+        module.register_flop_formula(packet)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, module.FlopCounterMode):
+            counter.flop_registry[packet] = module.flop_registry[packet]
 
 
 def is_traced(inputs: tuple[Any, ...]) -> bool:

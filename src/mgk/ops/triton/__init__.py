@@ -6,7 +6,7 @@
     shifted, projected, short           generic kernels, in Triton
     hopper, hopper_backward, hopper_wide, hopper_projected, hopper_projected_keys, hopper_variances, hopper_short
                                         kernels for Hopper GPUs, in Gluon
-    bias, decode, prior, linear, scan, cross_entropy   other kernels
+    bias, decode, prior, linear, scan, row_loss, cross_entropy   other kernels
 
 B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
 """
