@@ -1,21 +1,35 @@
-"""FLOP formulas of the operators for `torch.utils.flop_counter`."""
+"""FLOP formulas of the operators for `torch.utils.flop_counter`.
+
+That module imports Triton, which `import mgk` must not do, and each counter copies the formulas when it is made. So the
+formulas are registered when an operator runs under a counter, with PyTorch and with the active counters.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mgk.ops.cost import Dimensions, Flops, pair_flops
-from mgk.ops.operator import count_flops
 
 Shape = tuple[int, ...]
 
 
 def register_formulas() -> None:
     """Let active counters count the operators. Call it before an operator is called."""
-    count_flops(torch.ops.mgk.blockwise_attention, forward)
-    count_flops(torch.ops.mgk.blockwise_attention_backward, backward)
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None or torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return
+    formulas = {torch.ops.mgk.blockwise_attention: forward, torch.ops.mgk.blockwise_attention_backward: backward}
+    for packet, formula in formulas.items():
+        if packet not in module.flop_registry:
+            module.register_flop_formula(packet)(formula)
+        for mode in _get_current_dispatch_mode_stack():
+            counter = getattr(mode, "counter", None)
+            if isinstance(counter, module.FlopCounterMode):
+                counter.flop_registry[packet] = module.flop_registry[packet]
 
 
 def forward(query: Shape, key: Shape, row_bias: Any, key_bias: Shape, value: Shape, *rest: Any, **_: Any) -> int:
