@@ -203,7 +203,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         mask = real_tokens(self.config, attention_mask, input_ids, 0 if cache is None else cache.length)
         positions = positions_of(position_ids, input_ids)
         hidden = self.mgk.hidden(input_ids, mask, positions, cache, last=logits_to_keep or None)
-        weight = self.mgk.encoder.tokens.weight
+        weight = self.mgk.output_weight
         loss = logits = None
         if labels is not None and shift_labels is None:
             shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)

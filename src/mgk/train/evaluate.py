@@ -15,8 +15,8 @@ from torch import Tensor
 from mgk.data import Stream
 from mgk.models import LanguageModel, build
 from mgk.models.config import LanguageModelConfig, MatcherConfig, ModelConfig, VisionConfig
+from mgk.models.cost import layer_flops
 from mgk.ops.arguments import check_count
-from mgk.ops.cost import Dimensions, attention_flops, projection_flops
 from mgk.train import checkpoint, config, data
 from mgk.train.config import Config
 from mgk.train.fabric import launch
@@ -124,18 +124,5 @@ def flops(model: ModelConfig) -> int:
         positions = (model.image_size // model.patch_size) ** 2 + (model.pooling == "class")
     else:
         positions = model.max_length
-    dimensions = Dimensions(
-        variant=model.attention,
-        heads=model.heads,
-        head_dim=model.head_dim or model.width // model.heads,
-        queries=positions,
-        keys=positions,
-        components=model.components,
-        embed_dim=model.width,
-        feature_map=model.feature_map,
-        causal=isinstance(model, LanguageModelConfig),
-        e_step=model.e_step,
-    )
-    feed_forward = 3 * 4 * positions * model.width * model.hidden  # two products, each with two more in backward
-    layer = attention_flops(dimensions).total + projection_flops(dimensions).total + feed_forward
+    layer = layer_flops(model, positions, causal=isinstance(model, LanguageModelConfig)).total
     return layer * model.layers * (2 if isinstance(model, MatcherConfig) else 1)
