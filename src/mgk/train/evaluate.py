@@ -62,13 +62,14 @@ def evaluate(
     if settings.kind != "language":
         return result | measured
     length = settings.model.max_length  # type: ignore[union-attr]
-    result |= {"window": length, "non-overlapping": bits(measured["loss"])}
+    ratio = source.prepared.manifest["facts"].get("bytes_per_token", {}).get(split)
+    result |= {"window": length, "non-overlapping": bits(measured["loss"], ratio)}
     if sliding or (sliding is None and learner.device.type == "cuda"):
         text = source.prepared.split(split)
         assert isinstance(text, Stream)  # the data of every language model
         with torch.no_grad(), learner.fabric.autocast():
             loss = sliding_loss(learner.model, text.tokens, length, batch, quiet=quiet)
-        result["sliding by one"] = bits(loss)
+        result["sliding by one"] = bits(loss, ratio)
     return result
 
 
@@ -97,9 +98,10 @@ def sliding_loss(model: LanguageModel, tokens: Any, window: int, batch: int, *, 
     return float(total) / (len(tokens) - 1)
 
 
-def bits(loss: float) -> dict[str, float]:
-    """Convert a loss in nats per token to perplexity (for words) and bits (for bytes)."""
-    return {"loss": loss, "perplexity": perplexity(loss), "bits": loss / float(np.log(2))}
+def bits(loss: float, bytes_per_token: float | None = None) -> dict[str, float]:
+    """Convert a loss in nats per token to perplexity (for words) and bits (for bytes), also per byte of a tokenizer."""
+    found = {"loss": loss, "perplexity": perplexity(loss), "bits": loss / float(np.log(2))}
+    return found | ({} if bytes_per_token is None else {"bits per byte": found["bits"] / bytes_per_token})
 
 
 def load_model(run: str | Path, which: str = "best") -> tuple[Any, Config]:
