@@ -130,7 +130,7 @@ def cifar10() -> Config:
 
 
 def lm() -> Config:
-    """A language model as they are built today, nano: 6 layers, 19 M weights with softmax at 8 heads; bytes of enwik8."""
+    """A modern language model, nano: 6 layers, 19 M weights with softmax at 8 heads; bytes of enwik8."""
     return _lm(
         "lm",
         _decoder(layers=6, width=512, hidden=1408, heads=4, vocabulary=256),
