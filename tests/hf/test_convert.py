@@ -31,8 +31,13 @@ SHORT: dict[str, Any] = {"steps": 4, "eval_every": 2, "log_every": 2, "optimiser
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A few steps of language models of bytes, of words and with a tokenizer, and of a classifier, with their data."""
     made = {}
-    modern = {"model__attention": "smgk", "model__vocabulary_multiple": 64}
-    changed = {"enwik8": {"model__attention": "softmax"}, "wikitext2": {}, "lra-text": {}, "lm-nano-cpu": modern}
+    modern: dict[str, Any] = {"model__attention": "smgk", "model__vocabulary_multiple": 64}
+    changed: dict[str, dict[str, Any]] = {
+        "enwik8": {"model__attention": "softmax"},
+        "wikitext2": {},
+        "lra-text": {},
+        "lm-nano-cpu": modern,
+    }
     for name, changes in changed.items():
         root = tmp_path_factory.mktemp(name)
         train(replace(small(name, root), **SHORT, **changes), root / "run", data_root=root)
@@ -96,7 +101,7 @@ def test_the_tokenizer_gives_the_tokens_of_the_data_set(runs: dict[str, Path], t
         assert tokenizer(text)["input_ids"] == tokens
         if name == "enwik8":
             assert text == bytes(tokens).decode()
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         plain, _ = load_model(runs[name] / "run")
         given = torch.tensor([tokens[:20]])
         assert same_weights(model.mgk, plain)

@@ -106,7 +106,7 @@ def test_wikitext_103_is_the_papers() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 44_018_394
 
 
-SIZES = {"lm": (8, 6, 19.4), "lm-small": (12, 12, 124.3), "lm-medium": (8, 24, 351.3), "lm-nano-cpu": (6, 4, 2.6)}
+SIZES = {"lm": (8, 6, 19.4), "lm-small": (12, 12, 124.3), "lm-medium": (8, 24, 351.3), "lm-nano-cpu": (4, 4, 1.4)}
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mgk.models import TransformerConfig
 from mgk.models.cost import layer_flops, layer_parameters
-from mgk.variants import LABELS, MIXTURES, Variant
+from mgk.variants import LABELS, MIXTURES
 
 RETRIEVAL = TransformerConfig()
 
@@ -24,7 +24,7 @@ class Curve:
 
 
 def cost_curves(
-    variants: Sequence[Variant] = ("softmax", "mgk", "smgk"),
+    variants: Sequence[str] = ("softmax", "mgk", "smgk"),
     *,
     model: TransformerConfig = RETRIEVAL,
     heads: Sequence[int] = (2, 4, 8, 16),
@@ -44,7 +44,7 @@ def cost_curves(
     for variant in variants:
         halved = halve and variant in MIXTURES
         own = [max(1, n // 2) if halved else n for n in heads]
-        models = [dataclasses.replace(plain, attention=variant, heads=n) for n in own]
+        models = [dataclasses.replace(plain, attention=variant, heads=n) for n in own]  # type: ignore[arg-type]
         flops = [each.layers * layer_flops(each, length, causal=causal).forward for each in models]
         sizes = [each.layers * layer_parameters(each) for each in models]
         label = LABELS.get(variant, variant) + ", half the heads" * halved

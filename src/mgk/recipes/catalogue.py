@@ -163,14 +163,14 @@ def lm_medium() -> Config:
 
 
 def lm_nano_cpu() -> Config:
-    """The language model of lm, for minutes on two CPU cores: 4 layers of width 192; enwik8 with 4,096 tokens."""
+    """The language model of lm, for minutes on two CPU cores: 4 layers of width 128; enwik8 with 4,096 tokens."""
     return _lm(
         "lm-nano-cpu",
-        _decoder(layers=4, width=192, hidden=512, heads=3, head_dim=32, vocabulary=4096, max_length=128),
-        DataConfig("enwik8", ("bpe=4096",), batch=16),
-        lr=2e-3,
-        steps=1500,
-        eval_every=250,
+        _decoder(layers=4, width=128, hidden=384, heads=2, head_dim=32, vocabulary=4096, max_length=128),
+        DataConfig("enwik8", ("bpe=4096",), batch=8),
+        lr=3e-3,
+        steps=3500,
+        eval_every=500,
     )
 
 
