@@ -384,10 +384,9 @@ class MixtureAttention(nn.Module):
         if shift is not None and self.means_kind == "em":
             shift = shift.clone()
         variance = None if self.log_variance is None else self.log_variance.exp()
-        dropout_p = self.dropout if self.training else 0.0
         return AttentionInputs(
             query, key, value, shift, log_prior, variance, is_causal, key_mask, query_mask, self.variant, self.e_step,
-            self.feature_map, dropout_p, self.impl,
+            self.feature_map, self.dropout if self.training else 0.0, self.impl,
         )  # fmt: skip
 
     def _attend(self, inputs: AttentionInputs) -> Float[Tensor, "b h nq d"]:
