@@ -30,12 +30,16 @@ def main(steps: int = 400, path: Path = TEXT) -> str:
             head_dim=32,
             layers=2,
             width=128,
+            qk_norm=True,
             hidden=256,
+            activation="swiglu",
+            mlp_bias=False,
+            norm="pre",
+            norm_type="rms",
             vocabulary=256,
             cutoffs=(),
+            output_bias=False,
             positions="rotary",
-            norm="pre",
-            activation="gelu",
             dropout=0.0,
         )
     )

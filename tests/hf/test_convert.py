@@ -19,7 +19,7 @@ from mgk.cli.hf import convert, generate
 from mgk.hf import hf_to_run, run_to_hf
 from mgk.hf.tokenizer import byte_tokenizer, tokenizer_of
 from mgk.train import evaluate, load_model, train
-from mgk.train.config import replace
+from mgk.train.config import read, replace
 from tests.hf.common import foreign, make, same_weights
 from tests.recipes.common import TEXT, small
 
@@ -29,9 +29,16 @@ SHORT: dict[str, Any] = {"steps": 4, "eval_every": 2, "log_every": 2, "optimiser
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A few steps of a byte-level and of a word-level language model and of a classifier, with their data."""
+    """A few steps of language models of bytes, of words and with a tokenizer, and of a classifier, with their data."""
     made = {}
-    for name, changes in (("enwik8", {"model__attention": "softmax"}), ("wikitext2", {}), ("lra-text", {})):
+    modern: dict[str, Any] = {"model__attention": "smgk", "model__vocabulary_multiple": 64}
+    changed: dict[str, dict[str, Any]] = {
+        "enwik8": {"model__attention": "softmax"},
+        "wikitext2": {},
+        "lra-text": {},
+        "lm-nano-cpu": modern,
+    }
+    for name, changes in changed.items():
         root = tmp_path_factory.mktemp(name)
         train(replace(small(name, root), **SHORT, **changes), root / "run", data_root=root)
         made[name] = root
@@ -42,7 +49,7 @@ def same_runs(one: Path, two: Path) -> bool:
     return same_weights(load_model(one)[0], load_model(two)[0])
 
 
-@pytest.mark.parametrize("name", ["enwik8", "wikitext2", "lra-text"])
+@pytest.mark.parametrize("name", ["enwik8", "wikitext2", "lra-text", "lm-nano-cpu"])
 def test_converting_and_back_is_lossless(runs: dict[str, Path], name: str, tmp_path: Path) -> None:
     root = runs[name]
     folder = run_to_hf(root / "run", tmp_path / "hf", data_root=root, state=True)
@@ -81,23 +88,26 @@ def test_resuming_without_the_state_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_gives_the_tokens_of_the_data_set(runs: dict[str, Path], tmp_path: Path) -> None:
-    for name in ("enwik8", "wikitext2"):
+    for name in ("enwik8", "wikitext2", "lm-nano-cpu"):
         run_to_hf(runs[name] / "run", tmp_path / name, data_root=runs[name])
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
-        prepared = mgk.data.load("enwik8" if name == "enwik8" else "wikitext-2", root=runs[name])
+        settings = read(runs[name] / "run/config.json")
+        prepared = mgk.data.load(settings.data.name, root=runs[name], **_parsed(settings.data.options))
         tokens = prepared.split("train").tokens[:200].tolist()  # type: ignore[union-attr]
-        if name == "enwik8":
-            text = bytes(tokens).decode("utf-8", errors="strict")
+        if name != "wikitext2":
+            text = tokenizer.decode(tokens)
         else:
             text = " ".join(prepared.words[token] for token in tokens).replace("<eos>", "\n")
         assert tokenizer(text)["input_ids"] == tokens
         if name == "enwik8":
-            assert tokenizer.decode(tokens) == text
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+            assert text == bytes(tokens).decode()
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         plain, _ = load_model(runs[name] / "run")
         given = torch.tensor([tokens[:20]])
         assert same_weights(model.mgk, plain)
         torch.testing.assert_close(model(given).logits, plain(given))
+        options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(given, **options), model.generate(given, use_cache=False, **options))
 
 
 def test_the_byte_tokenizer() -> None:

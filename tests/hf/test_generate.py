@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 from mgk.hf import MGKCache
 from mgk.variants import LINEAR
 from tests.hf.common import make
-from tests.models.common import KINDS
+from tests.models.common import KINDS, MODERN
 
 # Every variant, with a prior per position and a random feature map. tests/models tests the steps of the others.
 SOME = ("softmax", "mgk", "mgk-hard", "smgk", "smgk-positions", "linear", "mlk", "smlk", "smlk-favor")
@@ -21,7 +21,7 @@ GROWING = [kind for kind in SOME if KINDS[kind]["attention"] not in LINEAR]
 CONSTANT = [kind for kind in SOME if kind not in GROWING]
 FORMS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "modern": {"norm": "pre", "positions": "rotary", "activation": "gelu", "cutoffs": ()},
+    "modern": MODERN,
 }
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("paper", {"do_sample": False}),

@@ -16,6 +16,7 @@ from mgk.models import build
 from mgk.nn.output import IGNORE
 from mgk.train.config import MODELS
 from tests.hf.common import CLASSES, config, inputs, make, same_weights, stirred
+from tests.models.common import MODERN
 
 AUTO = {
     "classifier": transformers.AutoModelForSequenceClassification,
@@ -189,6 +190,23 @@ def test_embeddings_can_be_resized() -> None:
     few = make("language", cutoffs=(22, 40))  # above the vocabulary: the softmax is plain
     few.resize_token_embeddings(23)
     assert few(tokens).logits.shape[-1] == 23
+
+
+def test_embeddings_of_a_modern_model_can_be_resized(tmp_path: Path) -> None:
+    """Its output layer, too; the rows behind the vocabulary become tokens."""
+    made, tokens = make("language", **MODERN), inputs("language")["input_ids"]
+    before = made(tokens).logits
+    assert made.resize_token_embeddings() is made.get_input_embeddings()
+    assert made.get_output_embeddings() is made.mgk.lm_head
+    assert before.shape[-1] == made.config.vocab_size == 20
+    made.resize_token_embeddings(35)
+    assert (made.config.vocab_size, made.config.vocabulary_multiple) == (35, 1)
+    torch.testing.assert_close(made(tokens).logits[..., :20], before)
+    made.save_pretrained(tmp_path)
+    loaded = MGKForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(tokens).logits, made(tokens).logits)
+    base = MGKModel.from_pretrained(tmp_path)
+    assert not [name for name, _ in base.named_parameters() if "lm_head" in name or "output" in name]
 
 
 def test_a_wrong_call_is_an_error() -> None:

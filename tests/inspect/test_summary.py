@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mgk.inspect.summary as module
 from mgk.inspect import Dense, collect, cost_curves, effective_number, separation, summarise
+from mgk.models import TransformerConfig
 from mgk.nn import MixtureAttention
 
 
@@ -120,3 +121,9 @@ def test_cost_curves_halve_the_heads_of_mixtures() -> None:
     assert all(a > b > c for a, b, c in zip(softmax.flops, mgk.flops, smgk.flops, strict=True))
     assert softmax.parameters[-1] > mgk.parameters[-1] > smgk.parameters[-1]
     assert cost_curves(("mgk",), heads=(4,), halve=False)[0].heads == (4,)
+    gated, plain = (
+        cost_curves(model=TransformerConfig(attention="smgk", e_step="hard", activation=activation), heads=(2,))
+        for activation in ("swiglu", "gelu")
+    )  # a third matrix in two layers of width 64, with a bias
+    assert {a.flops[0] - b.flops[0] for a, b in zip(gated, plain, strict=True)} == {2 * 2 * 4000 * 64 * 128}
+    assert {a.parameters[0] - b.parameters[0] for a, b in zip(gated, plain, strict=True)} == {2 * (64 * 128 + 128)}

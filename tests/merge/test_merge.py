@@ -16,10 +16,12 @@ from mgk.merge import finetune, mean_loss, merge_heads, tuning
 from mgk.merge.heads import pair_groups
 from mgk.merge.layers import layers_of
 from tests.hf.common import FOREIGN, foreign, inputs, make, same_weights
+from tests.models.common import MODERN
 
 OWN: dict[str, dict[str, Any]] = {
     "language": {"cutoffs": ()},
     "rotary": {"positions": "rotary", "norm": "pre", "cutoffs": ()},
+    "modern": MODERN | {"qk_norm": False},
     "classifier": {},
     "vision": {},
 }
@@ -29,7 +31,7 @@ EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 
 def own(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     """A softmax model of mgk in float64 with four heads, and its inputs."""
-    kind = "language" if name == "rotary" else name
+    kind = "language" if name in ("rotary", "modern") else name
     model = make(kind, "softmax", heads=4, **OWN[name], **options).double()
     batch = inputs(kind, 4)
     return model, {n: x.double() if x.is_floating_point() else x for n, x in batch.items() if n != "labels"}
@@ -232,6 +234,8 @@ def test_what_cannot_be_merged_is_an_error() -> None:
         merge_heads(model, [batch], key_scale=0)
     with pytest.raises(ValueError, match="expected attention 'softmax', got 'smgk'"):
         merge_heads(make("language"), [{"input_ids": batch["input_ids"]}])
+    with pytest.raises(ValueError, match="expected attention without normalised queries, got qk_norm=True"):
+        merge_heads(make("language", "softmax", **MODERN), [{"input_ids": batch["input_ids"]}])
     settings: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
     single = LlamaForCausalLM(LlamaConfig(**settings, num_key_value_heads=1, intermediate_size=8))
     with pytest.raises(ValueError, match="even number of key heads"):

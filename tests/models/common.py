@@ -32,6 +32,12 @@ KINDS: dict[str, dict[str, Any]] = {
 SMALL: dict[str, Any] = {
     "heads": 2, "head_dim": 4, "layers": 2, "width": 12, "hidden": 16, "dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
+# A language model as they are built today, with everything that the paper's has not.
+MODERN: dict[str, Any] = {
+    "norm": "pre", "norm_type": "rms", "activation": "swiglu", "mlp_bias": False, "output_bias": False, "qk_norm": True,
+    "positions": "rotary", "rope_theta": 5e5, "rope_type": "yarn", "rope_factor": 4.0, "rope_original_length": 8,
+    "cutoffs": (), "vocabulary_multiple": 16, "tie_word_embeddings": False,
+}  # fmt: skip
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "classifier": (ClassifierConfig, {"vocabulary": 20, "max_length": 24, "classes": 3, "classifier_hidden": 8}),
     "matcher": (MatcherConfig, {"vocabulary": 20, "max_length": 24, "classes": 3, "classifier_hidden": 8}),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.common import batch, make
+from tests.models.common import MODERN, batch, make
 from tests.nn.common import EXACT
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -19,7 +19,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("language", "softmax", {"cutoffs": ()}),
     ("language", "smlk", {"cutoffs": ()}),
     ("language", "mgk-hard", {"cutoffs": (), "positions": "learned"}),
-    ("language", "smgk", {"cutoffs": (), "norm": "pre", "positions": "rotary"}),
+    ("language", "smgk", MODERN),
     ("vision", "mgk-variance", {"pooling": "class"}),
 ]
 

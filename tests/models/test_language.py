@@ -12,7 +12,7 @@ from mgk.models import LanguageModelConfig, build
 from mgk.nn import output
 from mgk.ops import linear
 from mgk.ops.api import HAS_TRITON
-from tests.models.common import KINDS, make, plain_encoder, random_tokens
+from tests.models.common import KINDS, MODERN, make, plain_encoder, random_tokens
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 # Logits are float32, of sums of a dozen numbers of the order of 1.
@@ -20,7 +20,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 FORMS: dict[str, dict[str, Any]] = {
     "paper": {},
     "plain": {"cutoffs": ()},
-    "modern": {"norm": "pre", "positions": "rotary", "activation": "gelu", "cutoffs": ()},
+    "modern": MODERN,
     "learned": {"positions": "learned"},
 }
 every_form = pytest.mark.parametrize("form", FORMS)
@@ -99,6 +99,93 @@ def test_loss_is_that_of_the_logits(kind: str, form: str) -> None:
     # Gradients pass through float32 logits: sums of some hundred numbers of the order of 1.
     torch.testing.assert_close(grads, others, rtol=1e-4, atol=1e-4)
     assert all(grad is not None for grad in grads)
+
+
+# A Llama or a Qwen3 of Transformers with the same weights. Its frequencies are float32.
+LLAMA = {
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "feed_forward_norm", "mlp.up_proj": "up",
+    "mlp.gate_proj": "gate", "mlp.down_proj": "down", "self_attn.q_proj": "attention.query_proj",
+    "self_attn.k_proj": "attention.key_proj", "self_attn.v_proj": "attention.value_proj",
+    "self_attn.o_proj": "attention.out_proj", "self_attn.q_norm": "attention.query_norm",
+    "self_attn.k_norm": "attention.key_norm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_logits_are_those_of_transformers(family: str, rope_type: Any) -> None:
+    """RMSNorm, SwiGLU, rotary positions with every scaling, normalised queries and keys, tied embeddings or not."""
+    transformers = pytest.importorskip("transformers")
+    base = 500_000.0 if family == "Llama" else 10_000.0
+    scaling: dict[str, Any] = {"rope_type": rope_type, "rope_theta": base}
+    ours: dict[str, Any] = scaling | {"rope_factor": 1.0, "rope_original_length": None}
+    if rope_type != "default":
+        scaling["factor"] = ours["rope_factor"] = 4.0
+    if rope_type in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = ours["rope_original_length"] = 64
+    if rope_type == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    theirs: dict[str, Any] = {
+        "vocab_size": 20, "hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
+        "rope_parameters": scaling, "tie_word_embeddings": family == "Qwen3",
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**theirs)
+    other = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+    tied = family == "Qwen3"
+    ours |= {"head_dim": 8, "rotary_share": 1.0, "qk_norm": tied, "tie_word_embeddings": tied, "vocabulary_multiple": 1}
+    model, tokens = make("language", "softmax", **(MODERN | ours)), random_tokens(2, 200)
+    weights = model.state_dict()
+    for theirs_name, value in other.named_parameters():
+        place, _, rest = theirs_name.removeprefix("model.").partition(".")
+        if place == "layers":
+            number, _, part = rest.removesuffix(".weight").partition(".")
+            own = f"encoder.stack.layers.{number}.{LLAMA[part]}.weight"
+        else:
+            own = {"embed_tokens": "encoder.tokens.weight", "norm": "encoder.stack.final_norm.weight"}.get(
+                place, theirs_name
+            )
+        value.data.copy_(weights.pop(own))
+    assert not weights
+    # Angles of 200 positions in float32 are right to 1e-5, in scores of the order of 1.
+    torch.testing.assert_close(model(tokens), other(tokens).logits.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_rows_behind_the_vocabulary_change_nothing() -> None:
+    """Logits, losses and gradients are those of the same model without the rows."""
+    padded = make("language", **(MODERN | {"vocabulary_multiple": 16, "output_bias": True}))
+    plain = make("language", **(MODERN | {"vocabulary_multiple": 1, "output_bias": True}))
+    assert padded.encoder.tokens.weight.shape == padded.lm_head.weight.shape == (32, 12)
+    weights = padded.state_dict()
+    plain.load_state_dict({name: value[:20] if value.shape[:1] == (32,) else value for name, value in weights.items()})
+    tokens, data = random_tokens(2, 9), {"tokens": random_tokens(2, 9), "target": random_tokens(2, 9, seed=1)}
+    torch.testing.assert_close(padded(tokens), plain(tokens), **CLOSE)
+    for model in (padded, plain):
+        model.loss(data)["loss"].backward()
+    torch.testing.assert_close(padded.token_losses(data), plain.token_losses(data), **CLOSE)
+    for one, two in zip(padded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad[: len(two)], two.grad, rtol=1e-4, atol=1e-4)
+        assert not one.grad[len(two) :].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rope_type": "yarn", "rope_factor": 2.0}, "rope_original_length: expected an integer"),
+        ({"rope_type": "linear", "rope_factor": 0.5}, "rope_factor: expected a number of at least 1, got 0.5"),
+        ({"rope_factor": 2.0}, "rope_type: expected linear, llama3 or yarn"),
+        ({"rope_theta": 1e6, "positions": "learned"}, "positions: expected rotary with rope_type or rope_theta"),
+        ({"rope_theta": 0.5}, "rope_theta: expected a number above 1, got 0.5"),
+        ({"global_every": 6}, "global_every: expected None without window, got 6"),
+        ({"cutoffs": (5,), "output_bias": True}, "vocabulary_multiple: expected 1 with cutoffs, got 16"),
+        ({"num_kv_heads": 1}, "num_kv_heads: expected None, as mgk.nn.MixtureAttention has no num_kv_heads yet, got 1"),
+        ({"window": 8}, "window: expected None, as mgk.nn.MixtureAttention has no window yet, got 8"),
+    ],
+)
+def test_wrong_settings(options: dict[str, Any], message: str) -> None:
+    plain = {"rope_type": "default", "rope_factor": 1.0, "rope_original_length": None, "rope_theta": 10_000.0}
+    with pytest.raises((TypeError, ValueError), match=message):
+        make("language", **(MODERN | plain | options))
 
 
 @every_form

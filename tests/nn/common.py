@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgk.nn import MixtureAttention
 from mgk.ops.feature_maps import ScaledFeatures, dpfp
@@ -64,12 +64,13 @@ def visible(batch: int, num_queries: int, num_keys: int, is_causal: bool, paddin
 def dense(module: MixtureAttention, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Output (B,Nq,E) and weights (B,H,Nq,Nk) from the parameters by name, every tensor at full size."""
     H, M, D = module.num_heads, module.num_components, module.head_dim
-    q = module.query_proj(query).unflatten(-1, (H, D)).transpose(1, 2)
+    q = normalised(module.query_norm, module.query_proj(query).unflatten(-1, (H, D)).transpose(1, 2))
     v = module.value_proj(value).unflatten(-1, (H, D)).transpose(1, 2)
     if module.variant in ("mgk", "mlk"):
         k = module.key_proj(key).unflatten(-1, (H, M, D)).permute(0, 2, 3, 1, 4)  # (B,H,M,Nk,D)
     else:
         k = module.key_proj(key).unflatten(-1, (H, D)).transpose(1, 2)[:, :, None]
+    k = normalised(module.key_norm, k)
     if module.shift is not None:
         k = k + module.shift[:, :, None]
     prior = torch.full((H, M, 1), 1 / M, dtype=q.dtype)
@@ -90,6 +91,11 @@ def dense(module: MixtureAttention, query: Tensor, key: Tensor, value: Tensor, s
     total = scores.sum(-1, keepdim=True)
     weights = torch.where(total > 0, scores / total, 0)
     return module.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+def normalised(norm: nn.Module, x: Tensor) -> Tensor:
+    """The vectors of length sqrt(D), but for the weight (and for 1e-5), where a module has qk_norm."""
+    return x if isinstance(norm, nn.Identity) else norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()  # type: ignore[no-any-return, operator]
 
 
 def features(module: MixtureAttention, x: Tensor) -> Tensor:

@@ -37,6 +37,34 @@ def test_self_attention_is_the_dense_formula(kind: str, is_causal: bool) -> None
 
 
 @every_kind
+def test_normalised_queries_and_keys(kind: str) -> None:
+    """The formula with vectors of length sqrt(D): their projections may have any length."""
+    module, x = make(kind, qk_norm=True), normal(2, 9, 12)
+    with torch.no_grad():
+        for norm in (module.query_norm, module.key_norm):
+            norm.weight.copy_(normal(4, seed=3).abs() + 0.5)  # type: ignore[operator, union-attr]
+    output, expected = module(x)[0], dense(module, x, x, x, visible(2, 9, 9, False))[0]
+    torch.testing.assert_close(output, expected, **EXACT)
+    with torch.no_grad():
+        for projection in (module.query_proj, module.key_proj):
+            projection.weight.mul_(1e3)
+            projection.bias.mul_(1e3)
+    torch.testing.assert_close(module(x)[0], output, rtol=1e-3, atol=1e-3)  # 1e-5 is added to mean squares above 1e-2
+
+
+def test_normalised_keys_make_a_gaussian_softmax() -> None:
+    """All keys have one length, so |k|^2 is the same in all terms of a row; one component, which needs no prior."""
+    x, softmax = normal(2, 9, 12), make("softmax", qk_norm=True)
+    gaussian = make("mgk", qk_norm=True, num_components=1, prior="uniform")
+    gaussian.load_state_dict(softmax.state_dict())
+    # The lengths differ by the 1e-5 in the norm: by 1e-3 at most for a mean square above 1e-2.
+    torch.testing.assert_close(gaussian(x)[0], softmax(x)[0], rtol=1e-3, atol=1e-3)
+    free = make("mgk", num_components=1, prior="uniform")
+    free.load_state_dict({name: value for name, value in softmax.state_dict().items() if "norm" not in name})
+    assert (free(x)[0] - gaussian(x)[0]).abs().max() > 1e-2
+
+
+@every_kind
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_cross_attention_is_the_dense_formula(kind: str, is_causal: bool) -> None:
     module = make(kind, kdim=5, vdim=7)

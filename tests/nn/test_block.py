@@ -112,5 +112,7 @@ def test_wrong_choices() -> None:
         Block(attention, 16, norm="both")
     with pytest.raises(ValueError, match="layers: expected at least one Block, got none"):
         Stack([])
-    with pytest.raises(ValueError, match="activation: expected one of gelu, relu, got 'tanh'"):
+    with pytest.raises(ValueError, match="activation: expected one of gelu, relu, swiglu, got 'tanh'"):
         Block(attention, 16, norm="pre", activation="tanh")
+    with pytest.raises(ValueError, match="norm_type: expected one of layer, rms, got 'batch'"):
+        Block(attention, 16, norm="pre", norm_type="batch")

@@ -116,6 +116,15 @@ def letters(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def with_tokenizer(make: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
+    """The same text, with a tokenizer of 300 tokens trained on it."""
+
+    def prepared(folder: Path) -> dict[str, Any]:
+        return {name: value for name, value in make(folder).items() if name == "held_out"} | {"bpe": 300}
+
+    return prepared
+
+
 def nothing(folder: Path) -> dict[str, Any]:
     return {"sizes": (300, 50, 50), "lengths": (3, 12), "depth": 2, "arguments": 3}
 
@@ -129,6 +138,10 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any]]] = {
     "wikitext2": (words, {**LANGUAGE, "model__vocabulary": 400, "model__cutoffs": ()}),
     "enwiki": (articles, {**LANGUAGE, "model__vocabulary": 800, "model__cutoffs": (200,)}),
     "enwik8": (letters, {**LANGUAGE, "eval_batches": 2}),
+    "lm": (letters, {**LANGUAGE, "eval_batches": 2}),
+    "lm-small": (with_tokenizer(articles), {**LANGUAGE, "model__vocabulary": 300}),
+    "lm-medium": (with_tokenizer(articles), {**LANGUAGE, "model__vocabulary": 300, "model__attention": "softmax"}),
+    "lm-nano-cpu": (with_tokenizer(letters), {**LANGUAGE, "model__vocabulary": 300, "model__attention": "mlk"}),
     "fashion-mnist": (clothes, {**SEQUENCES, "model__patch_size": 7}),
     "cifar10": (photographs, {**SEQUENCES, "model__patch_size": 8}),
 }

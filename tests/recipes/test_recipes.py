@@ -7,11 +7,15 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from mgk.models import build
+from mgk.models import LanguageModelConfig, build
 from mgk.recipes import RECIPES, describe, recipe
 from mgk.train import data as source
 from mgk.train import evaluate, replace, train
+from mgk.train.fabric import launch
+from mgk.train.learner import Learner
+from mgk.variants import MIXTURES, PROJECTED, SHIFTED, VARIANTS
 from tests.recipes.common import CASES, small
 from tests.train.common import losses
 
@@ -100,6 +104,52 @@ def test_wikitext_103_is_the_papers() -> None:
     assert (c.optimiser.kind, c.optimiser.lr, c.optimiser.schedule) == ("adam", 2.5e-4, "cosine")
     model = build(replace(c, model__attention="softmax", model__heads=8).model)
     assert sum(parameter.numel() for parameter in model.parameters()) == 44_018_394
+
+
+SIZES = {"lm": (8, 6, 19.4), "lm-small": (12, 12, 124.3), "lm-medium": (8, 24, 351.3), "lm-nano-cpu": (4, 4, 1.4)}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_language_models_have_their_size(name: str, attention: str) -> None:
+    """The weights of softmax at all heads are the size in the name; a mixture has half of them."""
+    heads, layers, millions = SIZES[name]
+    config = replace(recipe(name), model__attention=attention)
+    halved = config.model.heads
+    assert halved == heads // 2
+    if attention in ("softmax", "linear"):
+        config = replace(config, model__heads=heads)
+    c = config.model
+    assert isinstance(c, LanguageModelConfig)
+    with torch.device("meta"):
+        model = build(c)
+    found = sum(parameter.numel() for parameter in model.parameters())
+    inner, width = c.heads * c.width_of_head, c.width
+    mixture = attention in MIXTURES
+    attended = (4 + (attention in PROJECTED)) * width * inner + 2 * c.width_of_head  # projections and norms of heads
+    free = c.width_of_head // 2 if attention in SHIFTED else 0  # entries that are not rotated
+    attended += mixture * 2 * c.heads * (1 + free)  # a prior and a shift for each of the two components
+    assert found == c.vocabulary * width + layers * (attended + 3 * width * c.hidden + 2 * width) + width
+    if attention == "softmax":
+        assert found / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_what_decays() -> None:
+    """Matrices alone: no norm, bias, shift, prior or variance; each weight is in one group."""
+    fabric = launch(config := replace(recipe("lm-nano-cpu"), device="cpu", model__learn_variance=True))
+    learner = Learner(fabric, replace(config, model__attention_bias=True, model__prior="sgd"))
+    decaying, others = learner.optimiser.optimizer.param_groups
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0)
+    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in (decaying, others)]
+    assert sorted(groups[0] + groups[1]) == sorted(names.values())
+    kinds = {name.removeprefix("encoder.").removeprefix("stack.layers.0.") for name in groups[0]}
+    assert {name for name in kinds if "layers" not in name} == {
+        "tokens.weight", "up.weight", "gate.weight", "down.weight", "attention.query_proj.weight",
+        "attention.key_proj.weight", "attention.value_proj.weight", "attention.out_proj.weight",
+    }  # fmt: skip
+    learner.update(0, {name: torch.zeros(2, 8, dtype=torch.long) for name in ("tokens", "target")})
+    assert decaying["lr"] == others["lr"] == learner.rate == config.optimiser.learning_rate(0, config.steps)
 
 
 def test_an_unknown_recipe_is_named_with_a_guess() -> None:

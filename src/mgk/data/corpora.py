@@ -1,4 +1,4 @@
-"""Texts for language models: WikiText and plain articles at word level, enwik8 at byte level."""
+"""Texts for language models: WikiText and plain articles at word level, enwik8 at byte level, or with a trained BPE."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from mgk.data.bpe import bpe_level
 from mgk.data.sources import Source
 from mgk.data.splits import Array, Stream
 from mgk.data.store import Built, DataError
@@ -34,11 +35,14 @@ def build_wikitext(source: Source) -> Built:
     return word_level(lambda: lines("train"), lambda: lines("valid"), lambda: lines("test"))
 
 
-def build_articles(source: Source, *, held_out: int = 60, min_count: int = 3, max_vocabulary: int = 267_735) -> Built:
+def build_articles(
+    source: Source, *, held_out: int = 60, min_count: int = 3, max_vocabulary: int = 267_735, bpe: int = 0
+) -> Built:
     """Read JSON lines with a field `text`. The last `held_out` articles are the test set, the ones before the dev set.
 
     Words and symbols are separate tokens, case is kept, and a line that is not empty ends with <eos>. Words that occur
-    fewer than `min_count` times in the training part are <unk>, as in WikiText.
+    fewer than `min_count` times in the training part are <unk>, as in WikiText. With `bpe`, instead of words, the text
+    is encoded by a tokenizer of this size.
     """
     named = source.given is not None and source.given.is_file()  # a folder may hold JSON lines of other sets
     path = source.find("*.jsonl" if named else "articles.jsonl", "enwiki*.jsonl") or source.missing("articles.jsonl")
@@ -48,6 +52,9 @@ def build_articles(source: Source, *, held_out: int = 60, min_count: int = 3, ma
         raise DataError(f"{path}: expected a field text in every line; {source.advice}") from None
     if not 0 < 2 * held_out < len(articles):
         raise DataError(f"held_out: expected at least 1 and less than half of {len(articles)} articles, got {held_out}")
+    if bpe:
+        parts = {"train": articles[: -2 * held_out], "dev": articles[-2 * held_out : -held_out]}
+        return bpe_level(source.name, parts | {"test": articles[-held_out:]}, bpe)
 
     def lines(start: int | None, stop: int | None) -> Lines:
         for article in articles[start:stop]:
@@ -92,12 +99,24 @@ def encode(lines: Lines, words: list[str]) -> Array:
     return np.fromiter((number.get(word, unknown) for line in lines for word in (*line, END)), dtype)
 
 
-def build_enwik8(source: Source) -> Built:
-    """Use the bytes as tokens; the last twentieth is the test set, the one before it the dev set."""
+def build_enwik8(source: Source, *, bpe: int = 0) -> Built:
+    """Use the bytes as tokens; the last twentieth is the test set, the one before it the dev set.
+
+    With `bpe`, the text is encoded by a tokenizer of this size instead, and each part ends with a whole line.
+    """
     with source.open(source.require("enwik8")) as file:
-        content = np.frombuffer(file.read(), np.uint8)
+        content = file.read()
     cut = len(content) // 20
     if cut == 0:
         raise DataError(f"enwik8: expected at least 20 bytes, got {len(content)}; {source.advice}")
-    splits = {"train": content[: -2 * cut], "dev": content[-2 * cut : -cut], "test": content[-cut:]}
+    if bpe:
+        ends = [content.rfind(b"\n", 0, len(content) - count * cut) + 1 for count in (2, 1, 0)]
+        starts = [0, *ends[:2]]
+        parts = {
+            name: [content[start:end].decode()]
+            for name, start, end in zip(("train", "dev", "test"), starts, ends, strict=True)
+        }
+        return bpe_level(source.name, parts, bpe)
+    tokens = np.frombuffer(content, np.uint8)
+    splits = {"train": tokens[: -2 * cut], "dev": tokens[-2 * cut : -cut], "test": tokens[-cut:]}
     return Built({name: Stream(part) for name, part in splits.items()}, {"vocabulary": 256, "level": "bytes"})

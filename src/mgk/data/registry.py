@@ -100,14 +100,14 @@ SETS = {
         ),
         Description(
             "enwiki",
-            "Plain-text articles (JSON lines with `text`) at word level, vocabulary from its training part",
+            "Plain-text articles (JSON lines with `text`) at word level, or with --bpe and a tokenizer trained on them",
             "put a file articles.jsonl with one object with a field `text` per line in a folder",
             corpora.build_articles,
             ("enwiki",),
         ),
         Description(
             "enwik8",
-            "The first 10^8 bytes of English Wikipedia, as bytes, 90/5/5",
+            "The first 10^8 bytes of English Wikipedia, as bytes or with --bpe, 90/5/5",
             "get enwik8.zip from mattmahoney.net/dc",
             corpora.build_enwik8,
             ("enwik8",),

@@ -24,6 +24,7 @@ from mgk.files import locked as file_lock
 FORMAT = 1
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.txt"
+TOKENIZER = "tokenizer.json"
 
 
 class DataError(ValueError):
@@ -46,6 +47,8 @@ class Built:
     """The vocabulary, in the order of token ids."""
     origin: dict[str, Any] = field(default_factory=dict)
     """Its sources: names, sizes and checksums of files."""
+    tokenizer: str | None = None
+    """A trained tokenizer, as JSON of the library `tokenizers`."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class Prepared:
     def words(self) -> list[str]:
         """The vocabulary of a word-level text, in the order of token ids."""
         return (self.path / VOCABULARY).read_text(encoding="utf-8").split("\n")[:-1]
+
+    @property
+    def tokenizer(self) -> Path:
+        """The file of the tokenizer that was trained on a text."""
+        return self.path / TOKENIZER
 
     def split(self, name: str) -> AnySplit:
         """Return the split train, dev or test; `train+dev` joins two, for protocols without a dev set."""
@@ -126,10 +134,11 @@ def write(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
                     path = unfinished / f"{split}.{array}.npy"
                     np.save(path, values, allow_pickle=False)
                     files[path.name] = checksum(path) | {"shape": list(values.shape), "dtype": str(values.dtype)}
-            if built.words is not None:
-                path = unfinished / VOCABULARY
-                path.write_bytes("".join(f"{word}\n" for word in built.words).encode())
-                files[VOCABULARY] = checksum(path)
+            words = None if built.words is None else "".join(f"{word}\n" for word in built.words)
+            for name, text in ((VOCABULARY, words), (TOKENIZER, built.tokenizer)):
+                if text is not None:
+                    (unfinished / name).write_bytes(text.encode())
+                    files[name] = checksum(unfinished / name)
             kind = next(kind for kind, cls in KINDS.items() if isinstance(built.splits["train"], cls))
             content = {
                 "format": FORMAT,

@@ -34,6 +34,8 @@ class MGKConfig(PreTrainedConfig):
         "num_hidden_layers": "layers",
         "intermediate_size": "hidden",
         "vocab_size": "vocabulary",
+        "partial_rotary_factor": "rotary_share",
+        "original_max_position_embeddings": "rope_original_length",
         "num_channels": "channels",
         "classes": "num_labels",
     }

@@ -35,7 +35,7 @@ from mgk.nn.output import IGNORE
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-HEADS = ("output", "classifier")  # modules that `MGKModel` does not have
+HEADS = ("output", "lm_head", "classifier")  # modules that `MGKModel` does not have
 
 
 class MGKPreTrainedModel(PreTrainedModel):
@@ -203,7 +203,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         mask = real_tokens(self.config, attention_mask, input_ids, 0 if cache is None else cache.length)
         positions = positions_of(position_ids, input_ids)
         hidden = self.mgk.hidden(input_ids, mask, positions, cache, last=logits_to_keep or None)
-        weight = self.mgk.encoder.tokens.weight
+        weight = self.mgk.output_weight
         loss = logits = None
         if labels is not None and shift_labels is None:
             shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
@@ -215,13 +215,20 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             logits = self.mgk.output(hidden, weight)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
-    def get_output_embeddings(self) -> None:
-        """Return None: the softmax uses the input embeddings."""
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the output layer of a model whose embeddings are not tied, or None: it uses the input embeddings."""
+        return self.mgk.lm_head  # type: ignore[no-any-return]
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.mgk.lm_head = value
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Change the vocabulary of a model with a plain softmax; an adaptive one has clusters by frequency."""
         if self.mgk.output.cluster_weight is not None:
             raise ValueError("new_num_tokens: expected a model with a plain softmax (cutoffs=()), got an adaptive one")
+        if new_num_tokens is None and not args and not kwargs:
+            return self.get_input_embeddings()  # type: ignore[return-value]
+        self.config.vocabulary_multiple = 1
         self.config.cutoffs = ()  # cutoffs above the old vocabulary may be below the new one
         table: nn.Embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         output, size = self.mgk.output, table.num_embeddings

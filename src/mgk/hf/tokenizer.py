@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from mgk.data import Prepared
+from mgk.data.bpe import END_OF_TEXT
 from mgk.data.corpora import END, PIECE, UNKNOWN
 from mgk.data.listops import SYMBOLS
 
@@ -27,6 +28,8 @@ def tokenizer_of(prepared: Prepared) -> PreTrainedTokenizerFast | None:
         tokenizer.normalizer = normalizers.Replace(Regex(r"[()]"), " ")  # parentheses are no tokens
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return _wrapped(tokenizer, {"pad_token": PADDING})
+    if facts.get("level") == "bpe":
+        return _wrapped(Tokenizer.from_file(str(prepared.tokenizer)), {"eos_token": END_OF_TEXT})
     if facts.get("level") == "words":
         tokenizer = Tokenizer(models.WordLevel(_numbered(prepared.words), UNKNOWN))
         tokenizer.normalizer = normalizers.Replace("\n", f" {END} ")  # a line ends with a token of its own

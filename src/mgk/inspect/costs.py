@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgk.ops.arguments import check_count
-from mgk.ops.cost import Dimensions, attention_flops, parameters, projection_flops
+from mgk.models import TransformerConfig
+from mgk.models.cost import layer_flops, layer_parameters
 from mgk.variants import LABELS, MIXTURES
+
+RETRIEVAL = TransformerConfig()
 
 
 @dataclass(frozen=True)
@@ -23,38 +26,27 @@ class Curve:
 def cost_curves(
     variants: Sequence[str] = ("softmax", "mgk", "smgk"),
     *,
+    model: TransformerConfig = RETRIEVAL,
     heads: Sequence[int] = (2, 4, 8, 16),
-    head_dim: int = 32,
-    width: int = 64,
-    hidden: int = 128,
-    layers: int = 2,
     length: int = 4000,
     causal: bool = False,
     halve: bool = True,
 ) -> list[Curve]:
     """Return the forward FLOPs of one input and the parameters of all layers (attention and feed-forward).
 
-    With `halve`, a mixture has half of the baseline's heads, as in the paper. The defaults are those of the paper's
-    retrieval task.
+    With `halve`, a mixture has half of the baseline's heads, as in the paper. The default model is that of the paper's
+    retrieval task. Options that only one variant has, such as a hard E-step, are left out.
     """
-    for name, number in (("head_dim", head_dim), ("hidden", hidden), ("layers", layers)):
-        check_count(name, number)
+    plain = dataclasses.replace(
+        model, head_dim=model.width_of_head, prior="sgd", e_step="soft", feature_map="elu", learn_variance=False
+    )
     curves = []
     for variant in variants:
         halved = halve and variant in MIXTURES
         own = [max(1, n // 2) if halved else n for n in heads]
-        calls = [
-            Dimensions(
-                variant=variant, heads=n, head_dim=head_dim, queries=length, keys=length, embed_dim=width, causal=causal
-            )
-            for n in own
-        ]
-        feed_forward = 2 * width * hidden
-        flops = [
-            layers * (attention_flops(d).forward + projection_flops(d).forward + 2 * feed_forward * length)
-            for d in calls
-        ]
-        sizes = [layers * (parameters(d) + feed_forward + hidden + width + 4 * width) for d in calls]
+        models = [dataclasses.replace(plain, attention=variant, heads=n) for n in own]  # type: ignore[arg-type]
+        flops = [each.layers * layer_flops(each, length, causal=causal).forward for each in models]
+        sizes = [each.layers * layer_parameters(each) for each in models]
         label = LABELS.get(variant, variant) + ", half the heads" * halved
         curves.append(Curve(label, tuple(own), tuple(flops), tuple(sizes)))
     return curves

@@ -60,11 +60,8 @@ def write_figures(
     model = runs[0].config.model
     costs = cost_curves(
         LINEAR if model.attention in LINEAR else ("softmax", *GAUSSIAN),
+        model=model,
         heads=HEADS,
-        head_dim=model.head_dim or model.width // model.heads,
-        width=model.width,
-        hidden=model.hidden,
-        layers=model.layers,
         length=getattr(model, "max_length", length),
         causal=runs[0].config.kind == "language",
     )

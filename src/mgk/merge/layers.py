@@ -95,6 +95,8 @@ class OwnLayer(Layer):
     def read(self) -> Projections:
         if self.module.variant != "softmax":
             raise ValueError(f"model: expected attention 'softmax', got {self.module.variant!r}")
+        if self.module.qk_norm:
+            raise ValueError(f"model: expected attention without {REFUSED['q_norm']}, got qk_norm=True")
         return super().read()
 
 

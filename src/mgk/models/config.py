@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from mgk.nn.embeddings import BASE, RotaryScaling, check_base
 from mgk.ops import arguments as check
 from mgk.variants import LINEAR, FeatureMapName, Prior, Variant
 
@@ -39,16 +40,22 @@ class TransformerConfig:
     """Feature map of the linear family; favor is the Performer's."""
     attention_bias: bool = True
     """Biases in the four projections of an attention layer."""
+    qk_norm: bool = False
+    """RMSNorm of the queries and keys of every head."""
     layers: int = 2
     """Transformer layers."""
     width: int = 64
     """Width of the model."""
     hidden: int = 128
     """Hidden width of the feed-forward part of a layer."""
-    activation: Literal["gelu", "relu"] = "gelu"
-    """Activation of the feed-forward part."""
+    activation: Literal["gelu", "relu", "swiglu"] = "gelu"
+    """Activation of the feed-forward part; swiglu has a third weight matrix, the gate."""
+    mlp_bias: bool = True
+    """Biases in the feed-forward part."""
     norm: Literal["pre", "post"] = "pre"
-    """LayerNorm before each part of a layer and after the last layer (pre), or after each residual sum (post)."""
+    """Norm before each part of a layer and after the last layer (pre), or after each residual sum (post)."""
+    norm_type: Literal["layer", "rms"] = "layer"
+    """LayerNorm or RMSNorm."""
     dropout: float = 0.1
     """Dropout after the embedding and in the layers."""
     attention_dropout: float = 0.1
@@ -67,8 +74,13 @@ class TransformerConfig:
                 check.check_count(name, value)
             elif kind is bool:
                 check.check_flag(name, value)
-            elif kind is float and name != "rotary_share":
-                check.check_probability(name, value)
+        for name in ("dropout", "attention_dropout", "prior_momentum"):
+            check.check_probability(name, getattr(self, name))
+
+    @property
+    def width_of_head(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.width // self.heads
 
     @property
     def weight_dropout(self) -> float:
@@ -77,7 +89,52 @@ class TransformerConfig:
 
 
 @dataclass(frozen=True)
-class ClassifierConfig(TransformerConfig):
+class TokenConfig(TransformerConfig):
+    """Tokens and their positions, for all models that read tokens."""
+
+    vocabulary: int = 512
+    """Number of tokens."""
+    max_length: int = 4096
+    """Length of the longest input."""
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    """How positions are encoded."""
+    rotary_share: float = 0.5
+    """With positions=rotary: the share of a head that is rotated."""
+    rope_theta: float = BASE
+    """With positions=rotary: the base of the frequencies."""
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    """With positions=rotary: how the frequencies are lowered for texts longer than those trained on."""
+    rope_factor: float = 1.0
+    """With rope_type: how many times longer the texts are."""
+    rope_original_length: int | None = None
+    """With rope_type=llama3 and yarn: the length trained on, in tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_base("rope_theta", self.rope_theta)
+        if self.rope_type == "default" and (self.rope_factor != 1 or self.rope_original_length is not None):
+            raise ValueError(
+                "rope_type: expected linear, llama3 or yarn with rope_factor or rope_original_length, got default"
+            )
+        if self.positions != "rotary" and (self.rope_type != "default" or self.rope_theta != BASE):
+            raise ValueError(f"positions: expected rotary with rope_type or rope_theta, got {self.positions}")
+        _ = self.rotary_scaling  # raises if it is wrong
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding of tokens."""
+        return self.vocabulary
+
+    @property
+    def rotary_scaling(self) -> RotaryScaling | None:
+        """How the frequencies of rotary positions are lowered."""
+        if self.rope_type == "default":
+            return None
+        return RotaryScaling(self.rope_type, self.rope_factor, self.rope_original_length)
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(TokenConfig):
     """Encoder of one sequence of tokens, pooled and classified."""
 
     vocabulary: int = 512
@@ -88,10 +145,6 @@ class ClassifierConfig(TransformerConfig):
     """Number of classes."""
     classifier_hidden: int = 128
     """Hidden width of the classifier after the encoder."""
-    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    """How positions are encoded."""
-    rotary_share: float = 0.5
-    """With positions=rotary: the share of a head that is rotated."""
     pooling: Literal["mean", "padded"] = "mean"
     """mean: over the real positions. padded: their sum divided by max_length, as in the authors' code."""
 
@@ -102,11 +155,17 @@ class MatcherConfig(ClassifierConfig):
 
 
 @dataclass(frozen=True)
-class LanguageModelConfig(TransformerConfig):
-    """Causal language model with tied embeddings. The defaults are those of the paper's WikiText-103."""
+class LanguageModelConfig(TokenConfig):
+    """Causal language model. The defaults are those of the paper's WikiText-103."""
 
     heads: int = 8
     """Attention heads."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each read by heads / num_kv_heads heads of queries; None is heads."""
+    window: int | None = None
+    """Sliding window: a query sees the keys of this many positions up to its own; None is all."""
+    global_every: int | None = None
+    """With window: each layer of this number sees all positions; 6 is five local layers to one global."""
     head_dim: int | None = 16
     """Width of a head, independent of the width of the model; None is width / heads."""
     attention_bias: bool = False
@@ -117,10 +176,10 @@ class LanguageModelConfig(TransformerConfig):
     """Width of the model."""
     hidden: int = 2048
     """Hidden width of the feed-forward part of a layer."""
-    activation: Literal["gelu", "relu"] = "relu"
-    """Activation of the feed-forward part."""
+    activation: Literal["gelu", "relu", "swiglu"] = "relu"
+    """Activation of the feed-forward part; swiglu has a third weight matrix, the gate."""
     norm: Literal["pre", "post"] = "post"
-    """LayerNorm before each part of a layer and after the last layer (pre), or after each residual sum (post)."""
+    """Norm before each part of a layer and after the last layer (pre), or after each residual sum (post)."""
     attention_dropout: float = 0.0
     """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
     vocabulary: int = 267_735
@@ -128,19 +187,41 @@ class LanguageModelConfig(TransformerConfig):
     cutoffs: tuple[int, ...] = (20_000, 40_000, 200_000)
     """First tokens of the clusters of the adaptive softmax. Cutoffs at or above the vocabulary are ignored; without any
     the softmax is plain."""
+    vocabulary_multiple: int = 1
+    """Pad the embedding to a multiple of this many rows, which a GPU multiplies faster; no token uses the last ones."""
+    tie_word_embeddings: bool = True
+    """Use the embedding of the tokens as the weight of the output layer, too."""
     output_bias: bool = True
     """A bias for each token in a plain softmax; GPT-2 has none."""
     max_length: int = 256
     """Context length: a limit for learned positions, otherwise the default of data and evaluation."""
     positions: Literal["learned", "sinusoidal", "rotary"] = "sinusoidal"
     """How positions are encoded."""
-    rotary_share: float = 0.5
-    """With positions=rotary: the share of a head that is rotated."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(cutoff < self.vocabulary for cutoff in check.check_cutoffs(self.cutoffs)) and not self.output_bias:
+        adaptive = any(cutoff < self.vocabulary for cutoff in check.check_cutoffs(self.cutoffs))
+        if adaptive and not self.output_bias:
             raise ValueError("output_bias: expected True with cutoffs, got False")
+        if adaptive and self.vocabulary_multiple != 1:
+            raise ValueError(f"vocabulary_multiple: expected 1 with cutoffs, got {self.vocabulary_multiple}")
+        if self.global_every is not None and self.window is None:
+            raise ValueError(f"global_every: expected None without window, got {self.global_every}")
+        for name in ("num_kv_heads", "window"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}: expected None, as mgk.nn.MixtureAttention has no {name} yet, got {getattr(self, name)}"
+                )
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding of tokens, with those behind the vocabulary."""
+        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the window of a layer, counted from 0."""
+        is_global = self.global_every is not None and (layer + 1) % self.global_every == 0
+        return None if is_global else self.window
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mgk.models.config import ClassifierConfig, LanguageModelConfig, TransformerConfig
+from mgk.models.config import TokenConfig, TransformerConfig
 from mgk.nn import Block, MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions, Stack, StackCache
 from mgk.nn.embeddings import Embedding
 from mgk.nn.packing import Packing
@@ -46,10 +46,19 @@ def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: i
             means=config.means,
             mixing=config.mixing,
             rotary_dim=rotary_dim,
+            qk_norm=config.qk_norm,
             impl=config.impl,
         )
         layers.append(
-            Block(attention, config.hidden, dropout=config.dropout, activation=config.activation, norm=config.norm)
+            Block(
+                attention,
+                config.hidden,
+                dropout=config.dropout,
+                activation=config.activation,
+                norm=config.norm,
+                norm_type=config.norm_type,
+                bias=config.mlp_bias,
+            )
         )
     return Stack(layers, recompute=config.recompute)
 
@@ -60,10 +69,10 @@ class TokenEncoder(nn.Module):
     With sinusoidal positions the embedding is multiplied by sqrt(E), as in Vaswani et al. (2017).
     """
 
-    def __init__(self, config: ClassifierConfig | LanguageModelConfig, *, causal: bool = False) -> None:
+    def __init__(self, config: TokenConfig, *, causal: bool = False) -> None:
         super().__init__()
         self.max_length = config.max_length
-        self.tokens = Embedding(config.vocabulary, config.width)
+        self.tokens = Embedding(config.embedding_rows, config.width)
         nn.init.normal_(self.tokens.weight, std=EMBEDDING_STD)
         self.positions: nn.Module
         rotary_dim = 0
@@ -73,9 +82,10 @@ class TokenEncoder(nn.Module):
         elif config.positions == "sinusoidal":
             self.positions = SinusoidalPositions(config.width)
         else:
-            head_dim = config.head_dim or config.width // config.heads
-            rotary_dim = rotary_width(config.rotary_share, head_dim)
-            self.positions = RotaryPositions(head_dim, rotary_dim)
+            rotary_dim = rotary_width(config.rotary_share, config.width_of_head)
+            self.positions = RotaryPositions(
+                config.width_of_head, rotary_dim, base=config.rope_theta, scaling=config.rotary_scaling
+            )
         self.scale = math.sqrt(config.width) if config.positions == "sinusoidal" else 1.0
         self.dropout = nn.Dropout(config.dropout)
         self.stack = make_stack(config, causal=causal, rotary_dim=rotary_dim)

@@ -1,4 +1,4 @@
-"""A causal language model with tied embeddings, for training, evaluation and generation.
+"""A causal language model, for training, evaluation and generation.
 
 B batch, N positions of this call, Nk positions so far, E width of the model, V vocabulary.
 """
@@ -37,15 +37,21 @@ class LanguageModel(nn.Module):
         self.config = config
         self.encoder = TokenEncoder(config, causal=True)
         self.dropout = nn.Dropout(config.dropout)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else nn.Linear(config.width, config.embedding_rows, bias=False)
         self.output = TiedSoftmax(config.vocabulary, config.width, config.cutoffs, bias=config.output_bias)
         self._initialise()
 
     @property
+    def output_weight(self) -> Tensor:
+        """The weight of the output layer: the embedding of the tokens, or a matrix of its own."""
+        return self.encoder.tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture `loss`: fixed shapes, no synchronisation with the host."""
-        config = self.config
-        width = config.head_dim or config.width // config.heads
-        scan = config.attention not in LINEAR or never_waits(width, config.max_length, config.feature_map)
+        c = self.config
+        scan = c.attention not in LINEAR or never_waits(c.width_of_head, c.max_length, c.feature_map)
         return self.output.capturable and scan
 
     def forward(
@@ -66,7 +72,7 @@ class LanguageModel(nn.Module):
             cache: from `new_cache`; the tokens are added to it. Such a call has no gradient.
             last: return only the logits of the last positions, (B,last,V).
         """
-        return self.output(self.hidden(tokens, mask, positions, cache, last), self.encoder.tokens.weight)  # type: ignore[no-any-return]
+        return self.output(self.hidden(tokens, mask, positions, cache, last), self.output_weight)  # type: ignore[no-any-return]
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
@@ -79,14 +85,14 @@ class LanguageModel(nn.Module):
         """
         hidden, target = self.hidden(batch["tokens"], batch.get("mask")), batch["target"].long()
         count = (target != IGNORE).sum()
-        total = self.output.total_loss(hidden.flatten(0, 1), self.encoder.tokens.weight, target.flatten())
+        total = self.output.total_loss(hidden.flatten(0, 1), self.output_weight, target.flatten())
         return {"loss": total / count.clamp(min=1), "count": count}
 
     def token_losses(self, batch: dict[str, Tensor], last: int | None = None) -> Float[Tensor, "b n"]:
         """Return the loss of each target in nats, or only of the `last` ones, for a sliding window."""
         hidden = self.hidden(batch["tokens"], batch.get("mask"), last=last)
         target = batch["target"][:, -hidden.shape[1] :].long()
-        losses = self.output.losses(hidden.flatten(0, 1), self.encoder.tokens.weight, target.flatten())
+        losses = self.output.losses(hidden.flatten(0, 1), self.output_weight, target.flatten())
         return losses.view_as(target)
 
     def hidden(

@@ -3,7 +3,8 @@
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.block import Block, Stack
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
-from mgk.nn.embeddings import RotaryPositions, Rotation, SinusoidalPositions
+from mgk.nn.embeddings import RotaryPositions, RotaryScaling, Rotation, SinusoidalPositions
+from mgk.nn.norm import RMSNorm
 from mgk.nn.operators import AttentionInputs
 from mgk.nn.output import TiedSoftmax
 from mgk.nn.replace import replace_attention
@@ -13,7 +14,9 @@ __all__ = [
     "Block",
     "KeyValueCache",
     "MixtureAttention",
+    "RMSNorm",
     "RotaryPositions",
+    "RotaryScaling",
     "Rotation",
     "SinusoidalPositions",
     "Stack",

@@ -19,6 +19,7 @@ from mgk.nn import arguments, operators
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, pad_shift, rotate
 from mgk.nn.m_step import m_step
+from mgk.nn.norm import RMSNorm
 from mgk.nn.operators import AttentionInputs
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
@@ -74,12 +75,13 @@ class MixtureAttention(nn.Module):
             code, which equals linear attention with its key projection written as a sum.
         rotary_dim: how many entries of a head are rotated by the position (`mgk.nn.embeddings`); `forward` then needs
             `rotary`. A shift uses the other entries, (H,M,D - rotary_dim), so shifted keys need rotary_dim < D.
+        qk_norm: apply RMSNorm with a learned weight (D,) to every query and key of a head, before rotation and shift.
+            All |k_j| are then about sqrt(D), so the Gaussians become softmax with one temperature (docs/math.md).
         kdim, vdim: widths of `key` and `value` in cross-attention; None is E.
         impl: implementation of `mgk.ops`: "auto" or a name.
     """
 
-    # nn.TransformerEncoderLayer reads these attributes of its self_attn. With these values it never takes its fused
-    # path, which computes softmax attention only.
+    # With these values nn.TransformerEncoderLayer never takes its fused path, which computes softmax attention only.
     batch_first = True
     in_proj_bias = None
     _qkv_same_embed_dim = False
@@ -108,6 +110,7 @@ class MixtureAttention(nn.Module):
         means: str = "sgd",
         mixing: str = "features",
         rotary_dim: int = 0,
+        qk_norm: bool = False,
         kdim: int | None = None,
         vdim: int | None = None,
         impl: str = "auto",
@@ -150,6 +153,9 @@ class MixtureAttention(nn.Module):
         self.key_proj = nn.Linear(self.kdim, key_width, bias, **factory)
         self.value_proj = nn.Linear(self.vdim, inner, bias, **factory)
         self.out_proj = nn.Linear(inner, embed_dim, bias, **factory)
+        self.qk_norm = check.check_flag("qk_norm", qk_norm)
+        head_norm: Any = RMSNorm if qk_norm else nn.Identity
+        self.query_norm, self.key_norm = (head_norm(self.head_dim, **factory) for _ in range(2))
         has_prior = prior == "em" or (prior == "sgd" and e_step == "soft" and variant in MIXTURES)
         positions = () if prior_positions is None else (prior_positions,)
         for name, exists, shape in (
@@ -356,11 +362,9 @@ class MixtureAttention(nn.Module):
         else:
             q, k, v = (padded(part(x)) for part, x in zip(projections, (query, key, value), strict=True))
         heads = (self.num_heads, self.head_dim)
-        q, v = (x.view(*x.shape[:2], *heads).transpose(1, 2) for x in (q, v))
-        if self.variant not in PROJECTED:
-            k = k.view(*k.shape[:2], *heads).transpose(1, 2)
-        else:
-            k = k.view(*k.shape[:2], self.num_heads, self.num_components, self.head_dim).permute(0, 2, 3, 1, 4)
+        key_heads = (self.num_heads, self.num_components, self.head_dim) if self.variant in PROJECTED else heads
+        q, k, v = (x.view(*x.shape[:2], *each) for x, each in ((q, heads), (k, key_heads), (v, heads)))
+        q, k, v = (x.movedim(1, -2) for x in (self.query_norm(q), self.key_norm(k), v))
         if self.mixing == "keys":
             k = operators.mean_key(k, self.key_shift, self.prior if self.log_prior is None else self.log_prior.exp())
         return q, k, v
@@ -380,10 +384,9 @@ class MixtureAttention(nn.Module):
         if shift is not None and self.means_kind == "em":
             shift = shift.clone()
         variance = None if self.log_variance is None else self.log_variance.exp()
-        dropout_p = self.dropout if self.training else 0.0
         return AttentionInputs(
             query, key, value, shift, log_prior, variance, is_causal, key_mask, query_mask, self.variant, self.e_step,
-            self.feature_map, dropout_p, self.impl,
+            self.feature_map, self.dropout if self.training else 0.0, self.impl,
         )  # fmt: skip
 
     def _attend(self, inputs: AttentionInputs) -> Float[Tensor, "b h nq d"]:

@@ -18,6 +18,7 @@ from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
 from mgk.nn.dropout import relu_dropout
 from mgk.nn.embeddings import Rotation
+from mgk.nn.norm import make_norm
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.variants import LINEAR
@@ -25,34 +26,40 @@ from mgk.variants import LINEAR
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "swiglu": nn.SiLU}
+GATED = ("swiglu",)
 
 
 class Block(nn.Module):
     """Attention and a feed-forward network f, each with a residual connection.
 
-        norm="pre":   x + f(LayerNorm(x))      norm="post":   LayerNorm(x + f(x))
+        norm="pre":   x + f(Norm(x))      norm="post":   Norm(x + f(x))
 
     Args:
         attention: the attention module; its `embed_dim` is E.
         hidden: width inside the feed-forward network.
         dropout: probability of dropout before each sum and inside the feed-forward network.
-        activation: "gelu" or "relu".
+        activation: "gelu" or "relu", down(activation(up(x))), or "swiglu", down(silu(gate(x)) * up(x)).
         norm: "pre" or "post".
+        norm_type: "layer" (LayerNorm) or "rms" (RMSNorm).
+        bias: whether the feed-forward network has biases.
     """
 
     def __init__(
-        self, attention: MixtureAttention, hidden: int, *, dropout: float = 0.0, activation: str = "gelu", norm: str
-    ) -> None:
+        self, attention: MixtureAttention, hidden: int, *, dropout: float = 0.0, activation: str = "gelu", norm: str,
+        norm_type: str = "layer", bias: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         width = attention.embed_dim
         self.norm = check.check_choice("norm", norm, ("pre", "post"))
+        self.norm_type = norm_type
         self.attention = attention
-        self.attention_norm = nn.LayerNorm(width)
-        self.feed_forward_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, check.check_count("hidden", hidden))
+        self.attention_norm = make_norm(norm_type, width)
+        self.feed_forward_norm = make_norm(norm_type, width)
+        self.up = nn.Linear(width, check.check_count("hidden", hidden), check.check_flag("bias", bias))
         self.activation = ACTIVATIONS[check.check_choice("activation", activation, ACTIVATIONS)]()
-        self.down = nn.Linear(hidden, width)
+        self.down = nn.Linear(hidden, width, bias)
+        self.gate = nn.Linear(width, hidden, bias) if activation in GATED else None
         self.dropout = nn.Dropout(check.check_probability("dropout", dropout))
 
     def forward(
@@ -92,16 +99,18 @@ class Block(nn.Module):
         return output  # type: ignore[no-any-return]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        x, p = self.up(x), self.dropout.p if self.dropout.training else 0.0
-        if p > 0 and type(self.activation) is nn.ReLU and x.is_cuda and torch.compiler.is_compiling():
-            x = relu_dropout(x, p)  # torch.compile fuses it into one pass over memory
+        p = self.dropout.p if self.dropout.training else 0.0
+        if self.gate is not None:
+            x = self.dropout(self.activation(self.gate(x)) * self.up(x))
+        elif p > 0 and type(self.activation) is nn.ReLU and x.is_cuda and torch.compiler.is_compiling():
+            x = relu_dropout(self.up(x), p)  # torch.compile fuses it into one pass over memory
         else:
-            x = self.dropout(self.activation(x))
+            x = self.dropout(self.activation(self.up(x)))
         return self.down(x)  # type: ignore[no-any-return]
 
 
 class Stack(nn.Module):
-    """A sequence of layers, with a final LayerNorm if they are pre-LN.
+    """A sequence of layers, with a final normalisation if they have norm="pre".
 
     Args:
         layers: the layers, all of one kind.
@@ -114,8 +123,9 @@ class Stack(nn.Module):
         if not layers:
             raise ValueError("layers: expected at least one Block, got none")
         self.layers = nn.ModuleList(layers)
-        pre, width = layers[0].norm == "pre", layers[0].attention.embed_dim
-        self.final_norm = nn.LayerNorm(width) if pre else nn.Identity()
+        first = layers[0]
+        pre = first.norm == "pre"
+        self.final_norm = make_norm(first.norm_type, first.attention.embed_dim) if pre else nn.Identity()
         self.recompute = check.check_flag("recompute", recompute)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:

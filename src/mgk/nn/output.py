@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, pad
 from torch.utils.checkpoint import checkpoint
 
 from mgk.nn.packing import reorder
@@ -30,7 +30,9 @@ FUSED_WIDTH = 256  # the widest model that the kernels support
 
 
 class TiedSoftmax(nn.Module):
-    """log p(v) = log softmax(W h + b)[v], where W (V,E) is the embedding, passed in.
+    """log p(v) = log softmax(W h + b)[v], where W (V,E) is passed in: the embedding, or a matrix of its own.
+
+    W may have more rows than V, for products of a size that a GPU computes faster. A plain softmax ignores them.
 
     With cutoffs it is adaptive (Grave et al. 2017, all clusters of full width): tokens below the first cutoff share one
     softmax with the clusters, and a token of cluster c has log p(c) + log p(v | c). The weights of a cluster are used
@@ -70,7 +72,7 @@ class TiedSoftmax(nn.Module):
     def forward(self, hidden: Float[Tensor, "... e"], weight: Float[Tensor, "v e"]) -> Float[Tensor, "... v"]:
         """Return logits over the vocabulary in float32; those of an adaptive softmax are log-probabilities."""
         if self.cluster_weight is None:
-            return linear(hidden, weight, self.bias).float()
+            return linear(hidden, weight, self._bias(weight))[..., : self.sizes[0]].float()
         (head, head_bias), *tails = self._clusters(weight)
         first = linear(hidden, head, head_bias).float().log_softmax(-1)
         parts = [first[..., : self.sizes[0]]]
@@ -87,7 +89,7 @@ class TiedSoftmax(nn.Module):
         The T x V logits are never in memory all at once.
         """
         if self.cluster_weight is None:
-            return _losses(hidden, weight, self.bias, target)
+            return _losses(hidden, weight, self._bias(weight), target)
         if is_fused(hidden):
             return self._fused_losses(hidden, weight, target)
         (head, head_bias), *tails = self._clusters(weight)
@@ -109,8 +111,16 @@ class TiedSoftmax(nn.Module):
     ) -> Float[Tensor, ""]:
         """Return the sum of `losses`. For training: a plain softmax computes its gradients with the loss."""
         if self.cluster_weight is None:
-            return linear_cross_entropy(hidden, weight, self.bias, target, IGNORE)
+            return linear_cross_entropy(hidden, weight, self._bias(weight), target, IGNORE)
         return self.losses(hidden, weight, target).sum()
+
+    def _bias(self, weight: Tensor) -> Tensor | None:
+        """Return the bias of a plain softmax, -inf for the rows of W behind the vocabulary."""
+        behind = len(weight) - self.sizes[0]
+        if not behind:
+            return self.bias
+        bias = weight.new_zeros(self.sizes[0]) if self.bias is None else self.bias
+        return pad(bias, (0, behind), value=-torch.inf)
 
     def _fused_losses(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         from mgk.ops.triton.cross_entropy import losses_of_rows  # imported only where it is used

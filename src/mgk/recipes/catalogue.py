@@ -129,8 +129,86 @@ def cifar10() -> Config:
     )
 
 
+def lm() -> Config:
+    """A modern language model, nano: 6 layers, 19 M weights with softmax at 8 heads; bytes of enwik8."""
+    return _lm(
+        "lm",
+        _decoder(layers=6, width=512, hidden=1408, heads=4, vocabulary=256),
+        DataConfig("enwik8", batch=32),
+        lr=1e-3,
+        steps=10_000,
+    )
+
+
+def lm_small() -> Config:
+    """The language model of lm, small: 12 layers, 124 M weights with softmax at 12 heads; articles, 32,768 tokens."""
+    return _lm(
+        "lm-small",
+        _decoder(layers=12, width=768, hidden=2560, heads=6, vocabulary=32_768),
+        DataConfig("enwiki", ("bpe=32768",), batch=128),
+        lr=6e-4,
+        steps=20_000,
+    )
+
+
+def lm_medium() -> Config:
+    """The language model of lm, medium: 24 layers, 350 M weights with softmax at 8 heads; articles, 32,768 tokens."""
+    return _lm(
+        "lm-medium",
+        _decoder(layers=24, width=1024, hidden=2944, heads=4, head_dim=128, vocabulary=32_768),
+        DataConfig("enwiki", ("bpe=32768",), batch=128),
+        lr=3e-4,
+        steps=20_000,
+    )
+
+
+def lm_nano_cpu() -> Config:
+    """The language model of lm, for minutes on two CPU cores: 4 layers of width 128; enwik8 with 4,096 tokens."""
+    return _lm(
+        "lm-nano-cpu",
+        _decoder(layers=4, width=128, hidden=384, heads=2, head_dim=32, vocabulary=4096, max_length=128),
+        DataConfig("enwik8", ("bpe=4096",), batch=8),
+        lr=3e-3,
+        steps=3500,
+        eval_every=500,
+    )
+
+
+def _decoder(
+    *, layers: int, width: int, hidden: int, heads: int, vocabulary: int, head_dim: int = 64, max_length: int = 1024
+) -> LanguageModelConfig:
+    """The architecture of Llama and Qwen3, with half the heads that softmax would have."""
+    return LanguageModelConfig(
+        layers=layers,
+        width=width,
+        hidden=hidden,
+        heads=heads,
+        head_dim=head_dim,
+        qk_norm=True,
+        activation="swiglu",
+        mlp_bias=False,
+        norm="pre",
+        norm_type="rms",
+        dropout=0.0,
+        vocabulary=vocabulary,
+        cutoffs=(),
+        output_bias=False,
+        max_length=max_length,
+        positions="rotary",
+    )
+
+
+def _lm(
+    name: str, model: LanguageModelConfig, data: DataConfig, *, lr: float, steps: int, eval_every: int = 500
+) -> Config:
+    optimiser = OptimiserConfig(
+        lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decay="matrices", clip=1.0, schedule="cosine", warmup=200
+    )
+    return Config(name, model, data, optimiser, steps=steps, eval_every=eval_every, eval_batches=50)
+
+
 _LRA = (lra_listops, lra_text, lra_retrieval, lra_image)
-_OTHERS = (wikitext103, wikitext2, enwiki, enwik8, fashion_mnist, cifar10)
+_OTHERS = (wikitext103, wikitext2, enwiki, enwik8, lm, lm_small, lm_medium, lm_nano_cpu, fashion_mnist, cifar10)
 RECIPES: dict[str, Callable[[], Config]] = {f.__name__.replace("_", "-"): f for f in (*_LRA, *_OTHERS)}
 
 

@@ -66,6 +66,8 @@ class OptimiserConfig:
     """Added to the denominator of the update."""
     weight_decay: float = 0.0
     """Weight decay."""
+    decay: Literal["all", "matrices"] = "all"
+    """Which weights decay; matrices: those of embeddings and linear layers, no norm, bias, shift, prior or variance."""
     clip: float = 0.0
     """Maximum norm of the gradient; 0 does not clip."""
     schedule: Literal["onecycle", "cosine", "constant"] = "onecycle"

@@ -15,8 +15,8 @@ from torch import Tensor
 from mgk.data import Stream
 from mgk.models import LanguageModel, build
 from mgk.models.config import LanguageModelConfig, MatcherConfig, ModelConfig, VisionConfig
+from mgk.models.cost import layer_flops
 from mgk.ops.arguments import check_count
-from mgk.ops.cost import Dimensions, attention_flops, projection_flops
 from mgk.train import checkpoint, config, data
 from mgk.train.config import Config
 from mgk.train.fabric import launch
@@ -62,13 +62,14 @@ def evaluate(
     if settings.kind != "language":
         return result | measured
     length = settings.model.max_length  # type: ignore[union-attr]
-    result |= {"window": length, "non-overlapping": bits(measured["loss"])}
+    ratio = source.prepared.manifest["facts"].get("bytes_per_token", {}).get(split)
+    result |= {"window": length, "non-overlapping": bits(measured["loss"], ratio)}
     if sliding or (sliding is None and learner.device.type == "cuda"):
         text = source.prepared.split(split)
         assert isinstance(text, Stream)  # the data of every language model
         with torch.no_grad(), learner.fabric.autocast():
             loss = sliding_loss(learner.model, text.tokens, length, batch, quiet=quiet)
-        result["sliding by one"] = bits(loss)
+        result["sliding by one"] = bits(loss, ratio)
     return result
 
 
@@ -97,9 +98,10 @@ def sliding_loss(model: LanguageModel, tokens: Any, window: int, batch: int, *, 
     return float(total) / (len(tokens) - 1)
 
 
-def bits(loss: float) -> dict[str, float]:
-    """Convert a loss in nats per token to perplexity (for words) and bits (for bytes)."""
-    return {"loss": loss, "perplexity": perplexity(loss), "bits": loss / float(np.log(2))}
+def bits(loss: float, bytes_per_token: float | None = None) -> dict[str, float]:
+    """Convert a loss in nats per token to perplexity (for words) and bits (for bytes), also per byte of a tokenizer."""
+    found = {"loss": loss, "perplexity": perplexity(loss), "bits": loss / float(np.log(2))}
+    return found | ({} if bytes_per_token is None else {"bits per byte": found["bits"] / bytes_per_token})
 
 
 def load_model(run: str | Path, which: str = "best") -> tuple[Any, Config]:
@@ -124,18 +126,5 @@ def flops(model: ModelConfig) -> int:
         positions = (model.image_size // model.patch_size) ** 2 + (model.pooling == "class")
     else:
         positions = model.max_length
-    dimensions = Dimensions(
-        variant=model.attention,
-        heads=model.heads,
-        head_dim=model.head_dim or model.width // model.heads,
-        queries=positions,
-        keys=positions,
-        components=model.components,
-        embed_dim=model.width,
-        feature_map=model.feature_map,
-        causal=isinstance(model, LanguageModelConfig),
-        e_step=model.e_step,
-    )
-    feed_forward = 3 * 4 * positions * model.width * model.hidden  # two products, each with two more in backward
-    layer = attention_flops(dimensions).total + projection_flops(dimensions).total + feed_forward
+    layer = layer_flops(model, positions, causal=isinstance(model, LanguageModelConfig)).total
     return layer * model.layers * (2 if isinstance(model, MatcherConfig) else 1)

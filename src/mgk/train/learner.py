@@ -189,13 +189,20 @@ class Learner:
         fused = not self.sharded  # one kernel for all weights, which skips the update if found_inf is set
         # A CUDA graph can read a learning rate that changes only from a tensor on the device.
         rate = torch.tensor(c.lr, device=self.device) if cuda and fused else c.lr
-        optimiser = kind(
-            self.call.parameters(), rate, c.betas, c.eps, c.weight_decay, fused=fused, capturable=cuda and fused
-        )
+        optimiser = kind(self._groups(), rate, c.betas, c.eps, c.weight_decay, fused=fused, capturable=cuda and fused)
         self.stop = torch.zeros((), device=self.device)
         if fused:
             optimiser.found_inf = self.stop  # type: ignore[attr-defined]
         return optimiser
+
+    def _groups(self) -> list[Any]:
+        """The weights for the optimiser, in two groups if some of them do not decay."""
+        named = list(self.call.named_parameters())
+        if self.config.optimiser.decay == "all":
+            return [weight for _, weight in named]
+        matrix = {name: name.endswith("weight") and weight.dim() > 1 for name, weight in named}
+        decaying, others = ([weight for name, weight in named if matrix[name] is kind] for kind in (True, False))
+        return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
 
     def _set_rate(self, rate: float) -> None:
         for group in self.optimiser.optimizer.param_groups:
