@@ -78,13 +78,13 @@ def work_of(item, blocks, groups, section):
 
 
 @gluon.jit
-def ring_barriers(STAGES: gl.constexpr):
-    """Barriers: a stage of the ring is full; both warp groups have read it."""
+def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr = 2):
+    """Barriers: a stage of the ring is full; the warp groups that read it have."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=READERS)
     return full, empty
 
 

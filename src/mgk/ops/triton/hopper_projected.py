@@ -48,6 +48,7 @@ from mgk.ops.triton.hopper_common import (
     without,
     work_of,
 )
+from mgk.ops.triton import hopper_projected_wide
 from mgk.ops.triton.hopper_projected_keys import key_kernel
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ def key_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grads: l
     queries, block, width = size["BM"], size["BN"], size["D"]
     vectors = lines(row_stats.view(row_stats.shape[0], -1, row_stats.shape[1]), queries, ROW32)
     run(
-        key_kernel, key.shape[3], block, query, tiles(query, queries, width), tiles(grad, queries, width),
+        hopper_projected_wide.key_kernel if width == 128 else key_kernel, key.shape[3], block, query, tiles(query, queries, width), tiles(grad, queries, width),
         tiles(key, block, width), tiles(p.value, block, width), vectors,
         factors if factors.numel() else keys, overflow, grad_key, grad_value, grad_bias, part, p.numbers[0],
         1 / p.variance, *strides(grad_key, grad_value), p.groups, p.section, p.heads, query.shape[2],
