@@ -260,10 +260,11 @@ def cases() -> list[str]:
 def few_cases() -> list[str]:
     """Those of the widest heads or the most components of each kernel, and some of those people have most."""
     chosen = (
-        "smgk/bf16/(64|128|256)/.*/2/512/", "smgk/bf16/128/128/8/", "mgk/bf16/(64|128|256)/.*/2/512/", "mgk/bf16/256/256/4/",
-        "mgk/bf16/128/128/3/", "smgk/f16/64/64/3/", "mgk/f16/128/128/2/512/(causal|var)", "[ms]+gk/f32/(64|128|256)/.*/2/512/",
-        "mgk/f32/(64|256)/.*/[48]/512/", "mgk/bf16/256/256/8/4096/few", "smgk/f32/256/256/3/4096/few",
-        "s?mlk/(bf16|f32)/64/", "prior/(bf16|f32)/256/256/4/", "prior/bf16/128/", "loss/(bf16|f32)/256/", "smgk/bf16/.*/256/",
+        "smgk/bf16/(64|128|256)/.*/2/512/", "smgk/bf16/128/128/8/", "smgk/f16/64/64/3/", "smgk/bf16/.*/256/",
+        "mgk/bf16/(64|128|256)/.*/2/512/", "mgk/bf16/256/256/4/", "mgk/bf16/128/128/3/",
+        "mgk/f16/128/128/2/512/(causal|var)", "s?mgk/f32/(64|128|256)/.*/2/512/", "mgk/f32/(64|256)/.*/[48]/512/",
+        "mgk/bf16/256/256/8/4096/few", "smgk/f32/256/256/3/4096/few", "s?mlk/(bf16|f32)/64/",
+        "prior/(bf16|f32)/256/256/4/", "prior/bf16/128/", "loss/(bf16|f32)/256/",
     )  # fmt: skip
     return [case for case in cases() if any(re.match(each, case) for each in chosen)]
 

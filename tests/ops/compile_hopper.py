@@ -37,8 +37,8 @@ def compiled(
     kind: str = "bf16",
 ) -> Any:  # fmt: skip
     """`width` of a block, and `head`, of what fills it where it is less."""
-    wide = module is hopper_projected and name == "key_kernel" and width == 128
-    kernel, tile, thin = getattr(hopper_projected_wide if wide else module, name), hopper_common.layout(width, 4), hopper_common.THIN.value
+    home = hopper_projected_wide if (module, name, width) == (hopper_projected, "key_kernel", 128) else module
+    kernel, tile, thin = getattr(home, name), hopper_common.layout(width, 4), hopper_common.THIN.value
     constants: dict[str, Any] = {"CAUSAL": causal, "POSITIONS" if name == "key_kernel" else "EVEN": causal}
     if module not in SHIFTED:
         constants |= {"BEST": hard, **module.sizes(name, width)}

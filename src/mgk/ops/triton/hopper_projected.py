@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mgk.ops.dispatch import block_width
+from mgk.ops.triton import hopper_projected_wide
 from mgk.ops.triton.hopper_common import (
     BLOCK,
     COLUMNS,
@@ -48,7 +49,6 @@ from mgk.ops.triton.hopper_common import (
     without,
     work_of,
 )
-from mgk.ops.triton import hopper_projected_wide
 from mgk.ops.triton.hopper_projected_keys import key_kernel
 
 if TYPE_CHECKING:
@@ -369,8 +369,9 @@ def key_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grads: l
     size, query, key = sizes_of("key_kernel", p), p.query, p.key
     queries, block, width = size["BM"], size["BN"], size["D"]
     vectors = lines(row_stats.view(row_stats.shape[0], -1, row_stats.shape[1]), queries, ROW32)
+    kernel = hopper_projected_wide.key_kernel if block == HALF.value else key_kernel
     run(
-        hopper_projected_wide.key_kernel if width == 128 else key_kernel, key.shape[3], block, query, tiles(query, queries, width), tiles(grad, queries, width),
+        kernel, key.shape[3], block, query, tiles(query, queries, width), tiles(grad, queries, width),
         tiles(key, block, width), tiles(p.value, block, width), vectors,
         factors if factors.numel() else keys, overflow, grad_key, grad_value, grad_bias, part, p.numbers[0],
         1 / p.variance, *strides(grad_key, grad_value), p.groups, p.section, p.heads, query.shape[2],

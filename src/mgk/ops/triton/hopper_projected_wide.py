@@ -47,10 +47,7 @@ def hand_over(kind: gl.constexpr, BM: gl.constexpr):
     for i in gl.static_range(3):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    logs = gl.allocate_shared_memory(gl.float32, [4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(done, count=2)
-    return p_s, ds_0_s, ds_1_s, full, empty, logs, done
+    return p_s, ds_0_s, ds_1_s, full, empty
 
 
 @gluon.jit
@@ -71,22 +68,18 @@ def shares_of(s_0, s_1, lse, w_0, w_1, scale, dtype: gl.constexpr, BEST: gl.cons
 
 @gluon.jit
 def weight_part(
-    part: gl.constexpr, shared, more, handed, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    part: gl.constexpr, shared, handed, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of the scores of every second tile of queries, and their sums over the queries."""
     q_ring, g_ring, k_s, v_s, r_ring, full, _, ready, _ = shared
-    c_0, c_1 = more
-    p_s, ds_0_s, ds_1_s, handed_full, handed_empty, logs, done = handed
+    p_s, ds_0_s, ds_1_s, handed_full, handed_empty = handed
     p_keys, scale, num_queries, num_keys, i_n, first, masked, count, padded_keys = rest
     dtype: gl.constexpr = k_s.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    thin_operand: gl.constexpr = gl.DotOperandLayout(0, thin, 2)
     k_0, k_1, v_all = k_s.index(0).reshape([BN, D]), k_s.index(1).reshape([BN, D]), v_s.reshape([BN, D])
     o_n = i_n * BN + gl.arange(0, HALF, gl.SliceLayout(1, mma))
     w_0, w_1 = gl.load(p_keys + o_n)[:, None], gl.load(p_keys + padded_keys + o_n)[:, None]
-    dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
     zero = gl.zeros([HALF, BM], gl.float32, mma)
     o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + (num_keys - num_queries)
     mbarrier.wait(ready, 0)
@@ -111,8 +104,6 @@ def weight_part(
             ds_0, ds_1 = (e_0.to(gl.float32) * g).to(dtype), (e_1.to(gl.float32) * g).to(dtype)
         else:
             ds_0, ds_1 = multiply(e_0, g.to(dtype)), multiply(e_1, g.to(dtype))
-        dw = warpgroup_mma(gl.convert_layout(ds_0, thin_operand), c_0, dw, is_async=True)
-        dw = warpgroup_mma(gl.convert_layout(ds_1, thin_operand), c_1, dw, is_async=True)
         mbarrier.wait(handed_empty.index(part), turn ^ 1)
         p_s.index(part).store(p)
         ds_0_s.index(part).store(ds_0)
@@ -122,22 +113,21 @@ def weight_part(
         ds_1_s.store(ds_1)
         fence_async_shared()
         mbarrier.arrive(handed_full.index(2))
-        dw = warpgroup_mma_wait(0, deps=(dw,))
-    for r in gl.static_range(2):
-        logs.index(2 * part + r).store(column_of(dw, r, thin))
-    mbarrier.arrive(done)
 
 
 @gluon.jit
 def grad_part(
-    shared, handed, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr, WV: gl.constexpr,
+    shared, more, handed, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr, WV: gl.constexpr,
     STAGES: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and their share of dlog_prior."""
     q_ring, g_ring, k_s, _, _, full, empty, _, _ = shared
-    p_s, ds_0_s, ds_1_s, handed_full, handed_empty, logs, done = handed
+    p_s, ds_0_s, ds_1_s, handed_full, handed_empty = handed
+    c_0, c_1 = more
     p_dk, p_dv, p_dlw, p_part, inverse_variance, stride_m, stride_k, stride_v, num_keys, i_n, count, positions = rest
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dw = warpgroup_mma_init(gl.zeros([HALF, COLUMNS], gl.float32, thin))
     dk_0 = warpgroup_mma_init(gl.zeros([HALF, D], gl.float32, wide))
     dk_1 = warpgroup_mma_init(gl.zeros([HALF, D], gl.float32, wide))
     dv = warpgroup_mma_init(gl.zeros([HALF, D], gl.float32, wide))
@@ -154,17 +144,18 @@ def grad_part(
             mbarrier.arrive(handed_empty.index((t & 1) ^ 1))
             mbarrier.arrive(empty.index((t - 1) % STAGES))
         mbarrier.wait(handed_full.index(2), t & 1)
+        dw = warpgroup_mma(ds_0_s.index(t & 1), c_0, dw, is_async=True)
+        dw = warpgroup_mma(ds_1_s, c_1, dw, is_async=True)
         dk_1 = warpgroup_mma(ds_1_s, b_q, dk_1, is_async=True)
-    dv, dk_0, dk_1 = warpgroup_mma_wait(0, deps=(dv, dk_0, dk_1))
+    dv, dw, dk_0, dk_1 = warpgroup_mma_wait(0, deps=(dv, dw, dk_0, dk_1))
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), i_n * BN + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
     gl.store(p_block, dv.to(k_s.dtype), mask=inside(o_r < num_keys, o_d, WV, D))
-    mbarrier.wait(done, 0)
     for r in gl.static_range(2):
-        dw = logs.index(r).load(gl.SliceLayout(1, wide)) + logs.index(2 + r).load(gl.SliceLayout(1, wide))
         store_key(
-            dk_1 if r == 1 else dk_0, dw, k_s.index(r).reshape([BN, D]), p_dk + r * stride_m, p_dlw + r * positions,
-            p_part + i_n * 4 + 2 * r, inverse_variance, stride_k, o_r, o_d, num_keys, D, W, POSITIONS,
+            dk_1 if r == 1 else dk_0, column_of(dw, r, wide), k_s.index(r).reshape([BN, D]), p_dk + r * stride_m,
+            p_dlw + r * positions, p_part + i_n * 4 + 2 * r, inverse_variance, stride_k, o_r, o_d, num_keys, D, W,
+            POSITIONS,
         )  # fmt: skip
 
 
@@ -208,9 +199,9 @@ def key_kernel(
         loads, where = (q_desc, g_desc, k_desc, v_desc, r_desc), (i_b, i_h, i_bh, i_n, first, count, width)
         gl.warp_specialize(
             [
-                (grad_part, (shared, handed, results, BM, BN, D, W, WV, STAGES, POSITIONS)),
-                (weight_part, (gl.constexpr(0), shared, more, handed, known, BM, BN, D, STAGES, CAUSAL, BEST)),
-                (weight_part, (gl.constexpr(1), shared, more, handed, known, BM, BN, D, STAGES, CAUSAL, BEST)),
+                (grad_part, (shared, more, handed, results, BM, BN, D, W, WV, STAGES, POSITIONS)),
+                (weight_part, (gl.constexpr(0), shared, handed, known, BM, BN, D, STAGES, CAUSAL, BEST)),
+                (weight_part, (gl.constexpr(1), shared, handed, known, BM, BN, D, STAGES, CAUSAL, BEST)),
                 (load_queries, (loads, shared, where, BM, BN, D, STAGES)),
             ],
             [4, 4, 1], [128, 128, 24],
