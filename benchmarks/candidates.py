@@ -2,8 +2,8 @@
 
 A candidate replaces the tile of one kernel: the positions of the other side, the stages of the ring, and for shifted
 keys whether the next scores are asked for early. Worker processes compile all of them first. Every candidate is
-compared with the formula in float64 and then timed beside what is chosen today, in turns, from CUDA graphs. For each case the
-best backend of SDPA with twice the heads is timed too.
+compared with the formula in float64 and then timed beside what is chosen today, in turns, from CUDA graphs. The best
+backend of SDPA with twice the heads is timed too.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -40,6 +41,7 @@ from mgk.ops.triton.hopper_common import (
     ROW16,
     ROW32,
     barriers,
+    bound_of,
     contraction,
     copy,
     even,
@@ -195,8 +197,6 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     q_half = q_s.reshape([C.BM, D]).slice(part * HALF, HALF, 0)
     o_m = i_m * C.BM + part * HALF + gl.arange(0, HALF, row)
     bound, factors = gl.load(p_rows + o_m), load_rows(p_rows, o_m, padded_queries, M, C.BEST)
-    if not C.FIXED:
-        bound = gl.full([HALF], float("-inf"), gl.float32, row)
     rho = down(factors, BN, kind, C.FIRST, M)
     acc = gl.zeros([HALF, D], gl.float32, wide)
     sums = gl.zeros([HALF, COLUMNS], gl.float32, thin)
@@ -205,27 +205,25 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     s = product(q_half, k_ring.index(0).reshape([BN, D]), zero, C.K_FIRST, C.K_REST)
+    if not C.FIXED:
+        s = warpgroup_mma_wait(0, deps=(s,))
+        seen = seen_keys(o_m, o_n, num_queries, num_keys, C.CAUSAL, C.EVEN)
+        bound = bound_of(s * scale + top_ring.index(0).load(mma), seen)
+        s = warpgroup_mma_init(s)
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         mix = mixed(rho, across(w_ring, M * stage, mma, BN, M), C.FIRST, M, C.BEST)
         s = warpgroup_mma_wait(0, deps=(s,))
         x = s * scale
-        if C.FIXED:
-            x = x - bound[:, None]
-        else:
+        if not C.FIXED:
             x = x + top_ring.index(stage).load(mma)
+        x = x - bound[:, None]
         if C.SPLIT:
             mbarrier.arrive(empty.index(stage))
         if C.CAUSAL or not C.EVEN:
             if t >= whole:
                 seen = seen_keys(o_m, t * BN + o_n, num_queries, num_keys, C.CAUSAL, C.EVEN)
                 x = gl.where(seen, x, float("-inf"))
-        if not C.FIXED:
-            greater = gl.maximum(bound, gl.max(x, 1))
-            safe = gl.where(greater == float("-inf"), 0.0, greater)
-            x, alpha, bound = x - safe[:, None], gl.exp2(bound - safe), greater
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, wide))[:, None]
-            sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, thin))[:, None]
         p = multiply(gl.exp2(x).to(kind), mix)
         if C.SPLIT:
             mbarrier.wait(v_full.index(t % C.VALUES), t // C.VALUES & 1)

@@ -23,6 +23,7 @@ THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 # and where a third would be, narrow ones: each rho but the first and, hard, the bits of the lead in float16. Where
 # everything is in float16: each u, and the LSE is less the top.
 NARROW = gl.constexpr(4)
+SPARE = gl.constexpr(4)
 ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
 
 
@@ -153,6 +154,17 @@ def has_bad_sum(total, o_m, num_queries, num_keys, CAUSAL: gl.constexpr):
     if CAUSAL:
         bad = bad & (o_m + num_keys - num_queries >= 0)
     return bad
+
+
+@gluon.jit
+def bound_of(x, seen):
+    """What float16 subtracts from the exponents of each row, of which x are those of the first tile.
+
+    The largest weight in it becomes 2^-SPARE. Later ones may be larger, up to 2^16; where one is not, the sum of the
+    row is infinite, which flags its head.
+    """
+    largest = gl.max(gl.where(seen, x, float("-inf")), 1)
+    return gl.where(largest == float("-inf"), 0.0, largest) + SPARE
 
 
 @gluon.jit
