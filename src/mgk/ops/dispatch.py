@@ -344,7 +344,7 @@ def choose_tile(family: str, kind: str, call: Call) -> Tile:
     if tuned and call.block_width > 128:  # 1.7 times as fast as the estimate below, and the next rule 2.4
         return Tile(64, 32, 8, 2) if call.components <= 2 else Tile(32, 32, 4, 1)
     if tuned:
-        return Tile(32, 64, 4, 2) if kind == "key" else Tile(64, 32, 4, 2)
+        return Tile(32, 64, 4, 3) if kind == "key" else Tile(64, 32, 4, 2)
     return largest_tile(kind, call.shape)
 
 

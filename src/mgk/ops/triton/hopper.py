@@ -77,6 +77,7 @@ SIZES = {
     ("key_kernel", 32): (128, 4, False), ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
     ("forward_kernel", 256): (64, 2, False), ("query_kernel", 256): (32, 3, False), ("key_kernel", 256): (64, 2, True),
 }  # fmt: skip
+MANY = (64, 8, True)  # of the forward kernel at a width of 64 for more than two components
 # The same with a ring of its own for the values, where there is memory for few tiles: what is read first is free first
 SPLIT = {("forward_kernel", 256): 2, ("query_kernel", 256): 2}
 
@@ -326,6 +327,8 @@ def settings(
     first = int(fixed or components == 1 or name == "forward_kernel")
     block = max(block_width(width), block_width(value_width))
     other, stages, early = SIZES[name, block]
+    if (name, block) == ("forward_kernel", 64) and fixed and components > 2:
+        other, stages, early = MANY
     split, block_keys = SPLIT.get((name, block)), HALF.value if block > 128 else BLOCK
     queries, keys = (other, block_keys) if name == "key_kernel" else (BLOCK, other)
     spans = (contraction(width, block), contraction(value_width, block))

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 LOG2E = gl.constexpr(1.4426950408889634)
 # (kernel, width): the tile of the other side, and how many of those the ring holds
 SIZES = {
-    ("forward_kernel", 64): (128, 5), ("forward_kernel", 128): (64, 5),
-    ("query_kernel", 64): (64, 6), ("query_kernel", 128): (64, 4),
+    ("forward_kernel", 64): (64, 8), ("forward_kernel", 128): (64, 5),
+    ("query_kernel", 64): (64, 4), ("query_kernel", 128): (64, 4),
     ("key_kernel", 64): (64, 6), ("key_kernel", 128): (64, 4),
 }  # fmt: skip
 
