@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
@@ -46,8 +46,13 @@ BATCH, HEADS, VOCABULARY = 2, 2, 4096
 OUTPUT = Path("results/cross-compile.json")
 Row = dict[str, Any]  # "kernels" with the numbers of each, or "error"
 REFUSED = "ValueError: query: no tile"  # the error of a call that no kernel takes
-# Which kernels may spill more, how much and why: (target, family, dtype, D, Dv, M, N, flags) -> whether they may
-EXCEPTIONS: tuple[tuple[Callable[..., bool], int, str], ...] = ()
+# Which kernels may spill more: a pattern of "TARGET CASE KERNEL", how many bytes, and why.
+EXCEPTIONS = (
+    (r"sm_90 mgk/(bf|f)16/\d+/\d+/[3-8]/512", 16384, "these tiles take 1/2.4 of the time of some that do not (H200)"),
+    (r"sm_90 s?mgk/(bf|f)16/(192|256)/", 16384, "these tiles take 1/1.7 of the time of some that do not (H200)"),
+    (r"\S+ mgk/f32/(192|256)/", 4096, "16 x 16 is the smallest tile of a product"),
+    (r"\S+ s?mlk/f32/\S+causal\S* scan", 576, "16 positions are the smallest tile of a product"),
+)
 
 
 class Driver:
@@ -319,13 +324,14 @@ def problems(target: str, case: str, row: Row) -> list[str]:
     for name, (shared, _, spilled) in row["kernels"].items():
         if shared > limit:
             found.append(f"{target} {case} {name}: {shared:,} of {limit:,} bytes of shared memory")
-        if spilled > allowed_spills(target, case):
+        if spilled > allowed_spills(target, case, name):
             found.append(f"{target} {case} {name}: {spilled:,} bytes spilled")
     return found
 
 
-def allowed_spills(target: str, case: str) -> int:
-    return next((most for matches, most, _ in EXCEPTIONS if matches(target, *case.split("/"))), SPILLED)
+def allowed_spills(target: str, case: str, kernel: str) -> int:
+    name = f"{target} {case} {kernel}"
+    return max((most for pattern, most, _ in EXCEPTIONS if re.match(pattern, name)), default=SPILLED)
 
 
 def table(target: str, rows: Mapping[tuple[str, str], Row]) -> str:
