@@ -11,7 +11,7 @@ The copy engine fills tiles of D columns with zeros where heads (of width DK) or
 float16 (not FIXED) has too few exponents for the sizes of w and of rho, which become exponents:
 2^l = 2^(q.k/s2 + top[j] + top[i]) sum_r u_r[i] w_r[j], where the largest w of each key and the largest u of each query
 are 1. If every u is at least LEAST, a sum is between that and M; a head with a smaller one is flagged. The forward
-pass, whose rows have a running maximum, keeps rho in place of u.
+pass keeps rho in place of u, and bounds a row by its largest weight in the first tile of keys (`bound_of`).
 
 Triton's interpreter does not run Gluon: without a GPU the tests run these kernels in an emulation of it.
 """

@@ -1,7 +1,7 @@
 """Projected keys for wide heads on Hopper, in Gluon, as hopper.py has shifted ones: two warp groups that take turns.
 
 The arithmetic is that of projected.py for two components of one variance: narrow in bfloat16. In float16, which has too
-few exponents for factors and for a maximum that is fixed beforehand, weights are computed in float32 from exponents.
+few exponents for factors, weights are computed in float32 from exponents, and bounded as in hopper.py.
 """
 
 from __future__ import annotations
