@@ -13,6 +13,7 @@ each case to results/cross-compile.json. The exit status says whether all kernel
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import multiprocessing
@@ -21,7 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
@@ -43,6 +44,15 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 BATCH, HEADS, VOCABULARY = 2, 2, 4096
 OUTPUT = Path("results/cross-compile.json")
+Row = dict[str, Any]  # "kernels" with the numbers of each, or "error"
+REFUSED = "ValueError: query: no tile"  # the error of a call that no kernel takes
+# Which kernels may spill more: a pattern of "TARGET CASE KERNEL", how many bytes, and why.
+EXCEPTIONS = (
+    (r"sm_90 mgk/(bf|f)16/\d+/\d+/[3-8]/512", 16384, "these tiles take 1/2.4 of the time of some that do not (H200)"),
+    (r"sm_90 s?mgk/(bf|f)16/(192|256)/", 16384, "these tiles take 1/1.7 of the time of some that do not (H200)"),
+    (r"\S+ mgk/f32/(192|256)/", 4096, "16 x 16 is the smallest tile of a product"),
+    (r"\S+ s?mlk/f32/\S+causal\S* scan", 576, "16 positions are the smallest tile of a product"),
+)
 
 
 class Driver:
@@ -230,8 +240,7 @@ def cases() -> list[str]:
     for dtype in DTYPES:
         found += [f"mgk/{dtype}/{width}/{width}/2/512/var,{next(features)}" for width in (64, 128, 256)]
         found += [f"{family}/{dtype}/64/128/2/500/{next(features)}" for family in ("smgk", "mgk")]
-        if dtype != "f32":  # not on all targets
-            found += [f"mgk/{dtype}/256/256/{components}/512/{next(features)}" for components in (4, 8)]
+        found += [f"mgk/{dtype}/256/256/{components}/512/{next(features)}" for components in (4, 8)]
         found += [
             f"{family}/{dtype}/{width}/{width}/{components}/4096/{queries}"
             for family, width, components in (("smgk", 64, 2), ("mgk", 256, 8), ("mgk", 128, 4), ("smgk", 256, 3))
@@ -253,6 +262,18 @@ def cases() -> list[str]:
     return found
 
 
+def few_cases() -> list[str]:
+    """Those of the widest heads or the most components of each kernel, and some of those people have most."""
+    chosen = (
+        "smgk/bf16/(64|128|256)/.*/2/512/", "smgk/bf16/128/128/8/", "smgk/f16/64/64/3/", "smgk/bf16/.*/256/",
+        "mgk/bf16/(64|128|256)/.*/2/512/", "mgk/bf16/256/256/4/", "mgk/bf16/128/128/3/",
+        "mgk/f16/128/128/2/512/(causal|var)", "s?mgk/f32/(64|128|256)/.*/2/512/", "mgk/f32/(64|256)/.*/[48]/512/",
+        "mgk/bf16/256/256/8/4096/few", "smgk/f32/256/256/3/4096/few", "s?mlk/(bf16|f32)/64/",
+        "prior/(bf16|f32)/256/256/4/", "prior/bf16/128/", "loss/(bf16|f32)/256/",
+    )  # fmt: skip
+    return [case for case in cases() if any(re.match(each, case) for each in chosen)]
+
+
 def compile_case(job: tuple[str, str]) -> list[Kernel] | str:
     """Compile a case in a worker process, which handles one target."""
     target, case = job
@@ -269,52 +290,91 @@ def compile_case(job: tuple[str, str]) -> list[Kernel] | str:
 compilers: dict[str, Compiler] = {}
 
 
-def sweep(targets: Sequence[str]) -> int:
-    """Compile all cases, print a table and write the file. Return how many cases do not fit."""
-    rows, failed = json.loads(OUTPUT.read_text())["rows"] if OUTPUT.exists() else [], 0
-    rows = [row for row in rows if row["target"] not in targets]
+def sweep(targets: Sequence[str], chosen: Sequence[str], processes: int) -> int:
+    """Compile cases, print a table and write the file after each. Return how many are not as they should be."""
+    rows = read_rows()
     for target in targets:
-        compiler, largest = Compiler(target, False), dict[str, Kernel]()
-        with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-            for case, found in zip(cases(), pool.imap(compile_case, [(target, case) for case in cases()]), strict=True):
-                row: dict[str, object] = {"target": target, "case": case}
-                if isinstance(found, str):
-                    row["error"] = found
-                else:
-                    row |= {
-                        name: max(getattr(each, name) for each in found) for name in ("shared", "registers", "spilled")
-                    }
-                if isinstance(found, str) or not all(map(compiler.fits, found)):
-                    failed += 1
-                    print(f"DOES NOT FIT: {row}", flush=True)
-                rows.append(row)
-                for each in found if not isinstance(found, str) else ():
-                    known = largest.get(each.name, each)
-                    numbers = (
-                        max(getattr(known, name), getattr(each, name)) for name in ("shared", "registers", "spilled")
-                    )
-                    largest[each.name] = Kernel(each.name, *numbers)
-        lines = [[each.name, f"{each.shared:,}", str(each.registers), f"{each.spilled:,}"] for each in largest.values()]
-        title = f"{target}, {compiler.limit:,} bytes of shared memory"
-        print(
-            Table(["kernel", "shared memory", "registers", "spilled bytes"], sorted(lines), title).markdown(),
-            flush=True,
-        )
-        head = json.dumps({"triton": triton.__version__})[:-1]
-        OUTPUT.write_text(head + ', "rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
-    return failed
+        jobs = [(target, case) for case in chosen if (target, case) not in rows]
+        with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs) or 1), maxtasksperchild=20) as pool:
+            for job, found in zip(jobs, pool.imap(compile_case, jobs), strict=True):
+                rows[job] = {"error": found} if isinstance(found, str) else {"kernels": summary(found)}
+                write_rows(rows)
+                for problem in problems(*job, rows[job]):
+                    print(problem, flush=True)
+        print(table(target, rows), flush=True)
+    return sum(len(problems(*job, row)) for job, row in rows.items() if job[0] in targets)
+
+
+def summary(found: Sequence[Kernel]) -> dict[str, list[int]]:
+    """The most shared memory, registers and spilled bytes of each kernel of a case."""
+    names = dict.fromkeys(each.name for each in found)
+    kernels = {name: [each for each in found if each.name == name] for name in names}
+    return {
+        name: [max(getattr(each, number) for each in group) for number in ("shared", "registers", "spilled")]
+        for name, group in kernels.items()
+    }
+
+
+def problems(target: str, case: str, row: Row) -> list[str]:
+    """What is over a limit, and what does not compile though it is not expected to be refused."""
+    if "error" in row:
+        refused = row["error"].startswith(REFUSED)
+        return [] if refused else [f"{target} {case}: {row['error']}"]
+    limit, found = shared_memory(capability(target), target.startswith("gfx")), []
+    for name, (shared, _, spilled) in row["kernels"].items():
+        if shared > limit:
+            found.append(f"{target} {case} {name}: {shared:,} of {limit:,} bytes of shared memory")
+        if spilled > allowed_spills(target, case, name):
+            found.append(f"{target} {case} {name}: {spilled:,} bytes spilled")
+    return found
+
+
+def allowed_spills(target: str, case: str, kernel: str) -> int:
+    name = f"{target} {case} {kernel}"
+    return max((most for pattern, most, _ in EXCEPTIONS if re.match(pattern, name)), default=SPILLED)
+
+
+def table(target: str, rows: Mapping[tuple[str, str], Row]) -> str:
+    """The largest numbers of each kernel on a target."""
+    largest: dict[str, list[int]] = {}
+    for (each, _), row in rows.items():
+        for name, numbers in row.get("kernels", {}).items() if each == target else ():
+            largest[name] = [max(pair) for pair in zip(numbers, largest.get(name, numbers), strict=True)]
+    limit = shared_memory(capability(target), target.startswith("gfx"))
+    lines = [[name, *(f"{number:,}" for number in numbers)] for name, numbers in sorted(largest.items())]
+    title = f"{target}, {limit:,} bytes of shared memory"
+    return Table(["kernel", "shared memory", "registers", "spilled bytes"], lines, title).markdown()
+
+
+def read_rows() -> dict[tuple[str, str], Row]:
+    if not OUTPUT.exists():
+        return {}
+    return {(row.pop("target"), row.pop("case")): row for row in json.loads(OUTPUT.read_text())["rows"]}
+
+
+def write_rows(rows: Mapping[tuple[str, str], Row]) -> None:
+    lines = [json.dumps({"target": target, "case": case} | row) for (target, case), row in sorted(rows.items())]
+    head = {
+        "about": "Shared memory, registers and spilled bytes of each kernel, by `python -m benchmarks.cross_compile`.",
+        "triton": triton.__version__,
+    }
+    OUTPUT.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if all kernels fit."""
-    target, *chosen = (sys.argv[1:] if arguments is None else arguments) or ["all"]
-    if target not in (*TARGETS, "all"):
-        raise SystemExit(f"TARGET: expected one of {', '.join(TARGETS)}, got {target!r}")
-    if not chosen:
-        return int(sweep(TARGETS if target == "all" else [target]) > 0)
-    compiler = start(target, verbose=True)
-    for case in chosen:
-        print(f"{target} {case}")
+    """0 if all kernels are within their limits."""
+    parser = argparse.ArgumentParser("python -m benchmarks.cross_compile", description=__doc__.split("\n")[0])
+    parser.add_argument("target", nargs="?", default="all", choices=(*TARGETS, "all"), metavar="TARGET")
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--few", action="store_true", help="every kernel, but not every type and width")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    if not options.cases:
+        targets = TARGETS if options.target == "all" else [options.target]
+        return int(sweep(targets, few_cases() if options.few else cases(), options.processes) > 0)
+    compiler = start(options.target, verbose=True)
+    for case in options.cases:
+        print(f"{options.target} {case}")
         run_case(case)
     return int(not all(map(compiler.fits, compiler.kernels)))
 

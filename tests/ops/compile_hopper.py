@@ -15,6 +15,7 @@ from mgk.ops.triton import (
     hopper_backward,
     hopper_common,
     hopper_projected,
+    hopper_projected_wide,
     hopper_short,
     hopper_variances,
     loads,
@@ -36,7 +37,8 @@ def compiled(
     kind: str = "bf16",
 ) -> Any:  # fmt: skip
     """`width` of a block, and `head`, of what fills it where it is less."""
-    kernel, tile, thin = getattr(module, name), hopper_common.layout(width, 4), hopper_common.THIN.value
+    home = hopper_projected_wide if (module, name, width) == (hopper_projected, "key_kernel", 128) else module
+    kernel, tile, thin = getattr(home, name), hopper_common.layout(width, 4), hopper_common.THIN.value
     constants: dict[str, Any] = {"CAUSAL": causal, "POSITIONS" if name == "key_kernel" else "EVEN": causal}
     if module not in SHIFTED:
         constants |= {"BEST": hard, **module.sizes(name, width)}

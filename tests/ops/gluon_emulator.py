@@ -22,7 +22,8 @@ from torch import Tensor
 from mgk.ops import triton as package
 
 NAMES = (
-    "hopper_common", "hopper", "hopper_wide", "hopper_backward", "hopper_projected_keys", "hopper_projected",
+    "hopper_common", "hopper", "hopper_wide", "hopper_backward", "hopper_projected_keys", "hopper_projected_wide",
+    "hopper_projected",
     "hopper_variances", "hopper_short",
 )  # fmt: skip
 PATIENCE = 60.0  # seconds until a wait is a deadlock
@@ -279,7 +280,7 @@ def emulated() -> tuple[Any, ...]:
         expect=lambda barrier, bytes: barrier.update(1, bytes),
     )  # fmt: skip
     hopper.tma = SimpleNamespace(async_load=copy)
-    hopper.warpgroup_mma = multiply
+    hopper.warpgroup_mma, hopper.warpgroup_mma_init = multiply, lambda block: block
     hopper.warpgroup_mma_wait = lambda outstanding, deps: deps[0] if len(deps) == 1 else deps
     hopper.fence_async_shared = lambda: None
     fakes: dict[str, Any] = {

@@ -40,3 +40,19 @@ def test_the_list_has_every_family_type_and_width() -> None:
             assert {int(case[2]) for case in cases if case[:2] == [family, dtype]} >= set(cross_compile.WIDTHS)
     flags = {flag for case in cases for flag in (case[6].split(",") if len(case) > 6 else ())}
     assert flags == {"causal", "hard", "mask", "drop", "var", "tf32", "one", "few"}
+
+
+def test_the_recorded_kernels_are_within_their_limits() -> None:
+    """Those of results/cross-compile.json: nothing is over the shared memory of a GPU, and little is spilled."""
+    rows = cross_compile.read_rows()
+    assert {target for target, _ in rows} == set(cross_compile.TARGETS)
+    assert [problem for job, row in rows.items() for problem in cross_compile.problems(*job, row)] == []
+    assert len({kernel for row in rows.values() for kernel in row.get("kernels", {})}) > 20
+
+
+def test_what_is_over_a_limit_is_a_problem() -> None:
+    kernels = {"kernels": {"shifted.key_kernel": [10**6, 255, 513]}}
+    found = cross_compile.problems("sm_80", "smgk/bf16/64/64/2/512", kernels)
+    assert ["shared memory" in found[0], "513 bytes spilled" in found[1]] == [True, True]
+    assert cross_compile.problems("sm_80", "mgk/f32/256/256/4/512", {"error": "ValueError: query: no tile for 4"}) == []
+    assert cross_compile.problems("sm_80", "mgk/f32/64/64/4/512", {"error": "KeyError: 64"})

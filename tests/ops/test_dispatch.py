@@ -39,9 +39,10 @@ def test_every_call_that_the_checks_accept_has_a_plan(family: str) -> None:
                 queries=length, keys=length, width=width, value_width=value_width, components=components, hard=hard,
                 masked=masked, variances=masked and family == "projected",
             )  # fmt: skip
-            large = components * call.block_width * (4 if dtype == "float32" else 2)
-            if large >= (3072 if call.block_width == 256 else 4096) and family == "projected":
-                continue  # may be more than a GPU has shared memory for, which is an error of its own
+            if dispatch.no_tile(family, dtype, max(width, value_width), components, capability, capability is AMD):
+                assert (family, dtype, call.block_width) == ("projected", "float32", 256) or components == 9, call
+                assert plan(call).implementation == "reference", call
+                continue
             chosen = plan(call)
             assert chosen.implementation == "triton"
             assert launches(chosen)
@@ -84,7 +85,11 @@ def test_tiles_follow_the_gpu() -> None:
 def test_what_cannot_fit_is_an_error_that_says_so() -> None:
     call = Call(family="projected", dtype="float32", capability=RTX4090, components=8, **(LONG | {"width": 256}))
     with pytest.raises(ValueError, match="no tile for 8 components of width 256 in float32 fits into 101,376 bytes"):
-        plan(call)
+        plan(call, "triton")
+    assert plan(call).implementation == "reference"
+    assert (
+        plan(call).reason == "no tile for 8 components of width 256 in float32 fits into 101,376 bytes of shared memory"
+    )
 
 
 def test_heads_that_would_overflow_get_smaller_inner_tiles() -> None:

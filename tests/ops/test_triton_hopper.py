@@ -173,6 +173,26 @@ def test_float16_with_keys_of_all_sizes(
     assert flags == [[0, 0], [0, 0], [0, 0], [0, 1]]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float16_with_weights_that_grow(variant: str, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are bounded by those of the first tile of keys: 2^10 times as much fits, 2^30 flags the head."""
+    home = vars(launch_shifted)["hopper"] if variant == "smgk" else vars(launch_projected)["hopper_projected"]
+    flags, forward = [], home.forward
+
+    def noted(p: Any, saved: Any) -> None:
+        forward(p, saved)
+        flags.extend(saved[4].tolist())
+
+    monkeypatch.setattr(home, "forward", noted)
+    case = replace(CASE, variant=variant, Nq=130, Nk=256, prior=None)
+    inputs = {name: x.detach() for name, x in case.inputs(torch.float32).items()}
+    for head, exponent in enumerate((10, 60)):
+        key = inputs["key"][0, head, ..., 200, :].reshape(-1, case.D)[0]
+        inputs["query"][0, head, 77] = 8 * exponent * 0.6931 * key / (key @ key)
+    assert_near(inputs, case.options(), torch.float16, 0.02)
+    assert flags == [[0, 0], [0, 1]]
+
+
 NARROW_HEADS = replace(CASE, Nq=384, Nk=384, D=32, Dv=32)
 
 

@@ -69,7 +69,7 @@ def mgk_attention(
     value = check.check_value(value, query, key)
     options = _options(query, key, key.shape[2], log_prior, variance, e_step, is_causal, key_mask, dropout_p)
     query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
-    module = implementation(impl, query, value)
+    module = implementation(impl, query, value, key.shape[2])
     with without_autocast(query):
         output: Tensor = module.mgk_attention(query, key, value, *options, query_mask)
     return output
@@ -105,7 +105,7 @@ def smgk_attention(
     value = check.check_value(value, query, key)
     options = _options(query, key, shift.shape[1], log_prior, variance, e_step, is_causal, key_mask, dropout_p)
     query_mask = check.check_mask("query_mask", query_mask, "B,Nq", (query.shape[0], query.shape[2]), query)
-    module = implementation(impl, query, value)
+    module = implementation(impl, query, value, shift.shape[1] if isinstance(options[1], Tensor) else 0)
     with without_autocast(query):
         output: Tensor = module.smgk_attention(query, key, shift, value, *options, query_mask)
     return output
@@ -296,12 +296,19 @@ def rows_attention(
         return triton.smgk_attention(query, key, shift, *options)
 
 
-def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
-    """The module that does the work. Where "auto" is left with the dense formula, it warns once and says why."""
+def implementation(impl: str, query: Tensor, value: Tensor, components: int = 0) -> ModuleType:
+    """The module that does the work. Where "auto" is left with the dense formula, it warns once and says why.
+
+    `components`: those with scores of their own, of which a GPU may have too little shared memory for many.
+    """
     check.check_choice("impl", impl, IMPLEMENTATIONS)
-    width = max(query.shape[-1], value.shape[-1])
+    width, dtype, gpu = max(query.shape[-1], value.shape[-1]), dtype_name(query.dtype), capability(query.device)
+    without_tile = ""
+    decodes = dispatch.decodes(query.shape[2], torch.is_grad_enabled(), False, False, False)
+    if components and not decodes and query.device.type == "cuda":
+        without_tile = dispatch.no_tile("projected", dtype, width, components, gpu, bool(torch.version.hip))
     name, reason = dispatch.implementation(
-        impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON, capability(query.device)
+        impl, query.device.type, dtype, width, HAS_TRITON, gpu, without_tile=without_tile
     )
     if name == "reference" and impl == "auto" and query.device.type != "meta":
         warn_dense(reason)

@@ -80,9 +80,7 @@ class Call:
     @property
     def shape(self) -> Shape:
         """What the size of a tile depends on, where it is not tuned."""
-        widths = self.block_width, self.block_width
-        keys = self.components if self.family == "projected" else 1
-        return Shape(*widths, keys, self.dtype == "float32", self.capability, self.hip)
+        return shape_of(self.family, self.dtype, self.block_width, self.components, self.capability, self.hip)
 
     @property
     def narrow(self) -> bool:
@@ -158,10 +156,34 @@ def lacks(dtype: str, capability: tuple[int, int] | None) -> str:
     return ""
 
 
+def shape_of(
+    family: str, dtype: str, block: int, components: int, capability: tuple[int, int] | None, hip: bool
+) -> Shape:
+    keys, factors = (components, 1) if family == "projected" else (1, components)
+    return Shape(block, keys, factors, dtype == "float32", capability, hip)
+
+
+def no_tile(family: str, dtype: str, width: int, components: int, capability: tuple[int, int] | None, hip: bool) -> str:
+    """Why no tile of the Triton kernels fits into the shared memory of a GPU; empty where one does."""
+    if width > TRITON_WIDTH or dtype not in TRITON_DTYPES or (capability == HOPPER and dtype != "float32"):
+        return ""
+    shape = shape_of(family, dtype, block_width(width), components, capability, hip)
+    try:
+        for kind in PASSES:
+            largest_tile(kind, shape)
+    except ValueError as error:
+        return str(error).removeprefix("query: ").split(":")[0]
+    return ""
+
+
 def implementation(
-    impl: str, device: str, dtype: str, width: int, triton: bool, capability: tuple[int, int] | None = None
-) -> tuple[str, str]:
-    """The implementation that `impl` stands for, and the reason. An implementation that is named is never replaced."""
+    impl: str, device: str, dtype: str, width: int, triton: bool, capability: tuple[int, int] | None = None,
+    without_tile: str = "",
+) -> tuple[str, str]:  # fmt: skip
+    """The implementation that `impl` stands for, and the reason. An implementation that is named is never replaced.
+
+    `without_tile`: what `no_tile` says.
+    """
     if impl != "auto":
         return impl, "asked for by name"
     if device == "cpu":
@@ -174,7 +196,7 @@ def implementation(
         return "reference", f"no Triton kernels for {dtype}"
     if width > TRITON_WIDTH:
         return "reference", f"no Triton kernels for heads wider than {TRITON_WIDTH}"
-    if reason := lacks(dtype, capability):
+    if reason := lacks(dtype, capability) or without_tile:
         return "reference", reason
     return "triton", "CUDA tensors"
 
@@ -208,10 +230,16 @@ def decodes(queries: int, needs_grad: bool, dropout: bool, query_mask: bool, pac
 def plan(call: Call, impl: str = "auto") -> Plan:
     """Everything that is decided about a call."""
     width = max(call.width, call.value_width)
-    name, reason = implementation(impl, call.device, call.dtype, width, call.triton, call.capability)
+    decode = decodes(call.queries, call.needs_grad, call.dropout, False, call.packed)
+    without_tile = ""
+    if not decode:
+        without_tile = no_tile(call.family, call.dtype, width, call.components, call.capability, call.hip)
+    name, reason = implementation(
+        impl, call.device, call.dtype, width, call.triton, call.capability, without_tile=without_tile
+    )
     if name != "triton":
         return Plan(name, reason)
-    if decodes(call.queries, call.needs_grad, call.dropout, False, call.packed):
+    if decode:
         return Plan(name, reason, decode=True)
     if call.short:
         return Plan(name, reason, short=True, forward=short(call, "forward"), query=short(call, "backward"))
@@ -344,7 +372,7 @@ def choose_tile(family: str, kind: str, call: Call) -> Tile:
     if tuned and call.block_width > 128:  # 1.7 times as fast as the estimate below, and the next rule 2.4
         return Tile(64, 32, 8, 2) if call.components <= 2 else Tile(32, 32, 4, 1)
     if tuned:
-        return Tile(32, 64, 4, 2) if kind == "key" else Tile(64, 32, 4, 2)
+        return Tile(32, 64, 4, 3) if kind == "key" else Tile(64, 32, 4, 2)
     return largest_tile(kind, call.shape)
 
 

@@ -29,18 +29,14 @@ class Tile(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the size of a tile depends on: the block widths of a head and a value, keys per position, dtype and GPU."""
+    """What the size of a tile depends on: the width of blocks of heads and values, components, dtype and GPU."""
 
     width: int
-    value_width: int
-    keys: int  # one per component, if they are projected
+    keys: int  # per position: one for each component, if they are projected
+    factors: int  # per position: one for each component, if they share a key
     single: bool  # float32
     capability: tuple[int, int] | None
     hip: bool
-
-    @property
-    def widest(self) -> int:
-        return max(self.width, self.value_width)
 
 
 def block_width(width: int) -> int:
@@ -74,20 +70,20 @@ def largest_tile(kind: str, shape: Shape) -> Tile:
 
 
 def wasted(outer: int, warps: int, shape: Shape) -> bool:
-    """Whether warps would hold the same numbers of float32 twice, or more of them than fit into registers."""
-    keys = min(2, shape.keys)
-    many = (outer > 32 and warps > 4) or (outer > 16 and outer * shape.widest * keys > 4096)
-    return shape.single and many
+    """Whether warps would hold the same numbers of float32 twice, or more of either type than fit into registers."""
+    held = outer * shape.width * min(2, shape.keys)
+    if shape.single:
+        return (outer > 32 and warps > 4) or (outer > 16 and held > 4096)
+    return shape.width > 128 and held > 16384
 
 
 def numbers(kind: str, shape: Shape) -> tuple[int, int, int]:
     """How many numbers a pass holds of an outer position in sums and as operands, and loads of an inner position."""
-    width, value_width, keys = shape[:3]
-    on_keys = keys * width + value_width
+    width, on_keys = shape.width, (shape.keys + 1) * shape.width
     return {
-        "forward": (value_width, width, on_keys),
-        "query": (width, width + value_width, on_keys),
-        "key": (on_keys, on_keys, width + value_width),
+        "forward": (width, width, on_keys),
+        "query": (width, 2 * width, on_keys),
+        "key": (on_keys, on_keys, 2 * width),
     }[kind]
 
 
@@ -98,10 +94,12 @@ def registers(kind: str, tile: Tile, shape: Shape) -> float:
     rows = min(threads, threads // tile.warps * outer // 16)  # threads that hold different rows of an operand
     sums, operands, loaded = numbers(kind, shape)
     pairs = inner * (shape.keys + (2 if kind == "forward" else 3))
+    several = inner * max(0, shape.factors * shape.keys - 2) / 5  # factors and biases of the inner positions
     if not shape.single:
-        return outer * (1.25 * sums + pairs) / threads + 0.35 * outer * operands / rows
+        return outer * (1.25 * sums + pairs) / threads + 0.35 * outer * operands / rows + several
     # Products of float32 split each number in two, also those of the inner tile.
-    return outer * (1.05 * sums + 2.3 * pairs) / threads + 0.67 * outer * operands / rows + inner * loaded / 150
+    split = 0.67 * outer * operands / rows + inner * loaded / 150
+    return outer * (1.05 * sums + 2.3 * pairs) / threads + split + several
 
 
 def shared_bytes(kind: str, tile: Tile, shape: Shape) -> int:
@@ -110,10 +108,11 @@ def shared_bytes(kind: str, tile: Tile, shape: Shape) -> int:
     size, (_, operands, loaded) = 4 if shape.single else 2, numbers(kind, shape)
     # Asynchronous products read tiles while others are loaded.
     ahead = tile.stages if shape.capability in (HOPPER, (10, 0)) else max(1, tile.stages - 1)
-    copied, blocks = 0, 2
+    copied, blocks = inner * shape.width // (2 if shape.width > 128 else 8), 3
     if size == 4:  # to be transposed
-        copied, blocks = (2 * inner * shape.widest, 1) if shape.keys == 1 else (inner * shape.widest, 2)
+        copied, blocks = (2 * inner * shape.width, 1) if shape.keys == 1 else (inner * shape.width, 2)
+        copied *= shape.keys if kind == "key" and shape.keys > 1 else 1
     if shape.hip:  # the outer tile is in registers, and so is what is not loaded ahead
-        operands, loaded, copied = 0, loaded if tile.stages > 1 else shape.widest, 0
+        operands, loaded, copied = 0, loaded if tile.stages > 1 else shape.width, 0
     tiles = ahead * inner * loaded + outer * operands + copied + blocks * outer * inner
     return size * tiles + (64 * inner if kind == "key" else 512)

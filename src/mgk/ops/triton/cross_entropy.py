@@ -177,7 +177,8 @@ def losses_of_rows(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, span
 
 def settings(kernel: str, x: Tensor) -> tuple[int, int, dict[str, Any]]:
     """Return the rows and tokens of a tile, as many as fit into the registers, and what a kernel is compiled for."""
-    rows, tokens, warps, stages, block = 32, 32, 8, 1, block_width(x.shape[1])  # float32 has no tensor cores
+    block, warps, stages = block_width(x.shape[1]), 8, 1
+    rows = tokens = 32 if block <= 128 else 16  # in float32, of which a product needs twice the registers
     if x.dtype != torch.float32:
         wide, warps, stages = block > 128, 4, 3 if kernel == "forward" and not torch.version.hip else 2
         rows = 32 if wide and kernel == "tokens" else 64

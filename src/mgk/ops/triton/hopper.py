@@ -11,7 +11,7 @@ The copy engine fills tiles of D columns with zeros where heads (of width DK) or
 float16 (not FIXED) has too few exponents for the sizes of w and of rho, which become exponents:
 2^l = 2^(q.k/s2 + top[j] + top[i]) sum_r u_r[i] w_r[j], where the largest w of each key and the largest u of each query
 are 1. If every u is at least LEAST, a sum is between that and M; a head with a smaller one is flagged. The forward
-pass, whose rows have a running maximum, keeps rho in place of u.
+pass keeps rho in place of u, and bounds a row by its largest weight in the first tile of keys (`bound_of`).
 
 Triton's interpreter does not run Gluon: without a GPU the tests run these kernels in an emulation of it.
 """
@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -40,6 +41,7 @@ from mgk.ops.triton.hopper_common import (
     ROW16,
     ROW32,
     barriers,
+    bound_of,
     contraction,
     copy,
     even,
@@ -75,6 +77,7 @@ SIZES = {
     ("key_kernel", 32): (128, 4, False), ("key_kernel", 64): (64, 6, True), ("key_kernel", 128): (64, 4, False),
     ("forward_kernel", 256): (64, 2, False), ("query_kernel", 256): (32, 3, False), ("key_kernel", 256): (64, 2, True),
 }  # fmt: skip
+MANY = (64, 8, True)  # of the forward kernel at a width of 64 for more than two components
 # The same with a ring of its own for the values, where there is memory for few tiles: what is read first is free first
 SPLIT = {("forward_kernel", 256): 2, ("query_kernel", 256): 2}
 
@@ -195,8 +198,6 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     q_half = q_s.reshape([C.BM, D]).slice(part * HALF, HALF, 0)
     o_m = i_m * C.BM + part * HALF + gl.arange(0, HALF, row)
     bound, factors = gl.load(p_rows + o_m), load_rows(p_rows, o_m, padded_queries, M, C.BEST)
-    if not C.FIXED:
-        bound = gl.full([HALF], float("-inf"), gl.float32, row)
     rho = down(factors, BN, kind, C.FIRST, M)
     acc = gl.zeros([HALF, D], gl.float32, wide)
     sums = gl.zeros([HALF, COLUMNS], gl.float32, thin)
@@ -205,27 +206,25 @@ def forward_block(part: gl.constexpr, shared, rest, C: gl.constexpr):
     mbarrier.wait(ready, 0)
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     s = product(q_half, k_ring.index(0).reshape([BN, D]), zero, C.K_FIRST, C.K_REST)
+    if not C.FIXED:
+        s = warpgroup_mma_wait(0, deps=(s,))
+        seen = seen_keys(o_m, o_n, num_queries, num_keys, C.CAUSAL, C.EVEN)
+        bound = bound_of(s * scale + top_ring.index(0).load(mma), seen)
+        s = warpgroup_mma_init(s)
     for t in range(count):
         stage, after = t % C.STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         mix = mixed(rho, across(w_ring, M * stage, mma, BN, M), C.FIRST, M, C.BEST)
         s = warpgroup_mma_wait(0, deps=(s,))
         x = s * scale
-        if C.FIXED:
-            x = x - bound[:, None]
-        else:
+        if not C.FIXED:
             x = x + top_ring.index(stage).load(mma)
+        x = x - bound[:, None]
         if C.SPLIT:
             mbarrier.arrive(empty.index(stage))
         if C.CAUSAL or not C.EVEN:
             if t >= whole:
                 seen = seen_keys(o_m, t * BN + o_n, num_queries, num_keys, C.CAUSAL, C.EVEN)
                 x = gl.where(seen, x, float("-inf"))
-        if not C.FIXED:
-            greater = gl.maximum(bound, gl.max(x, 1))
-            safe = gl.where(greater == float("-inf"), 0.0, greater)
-            x, alpha, bound = x - safe[:, None], gl.exp2(bound - safe), greater
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, wide))[:, None]
-            sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, thin))[:, None]
         p = multiply(gl.exp2(x).to(kind), mix)
         if C.SPLIT:
             mbarrier.wait(v_full.index(t % C.VALUES), t // C.VALUES & 1)
@@ -328,6 +327,8 @@ def settings(
     first = int(fixed or components == 1 or name == "forward_kernel")
     block = max(block_width(width), block_width(value_width))
     other, stages, early = SIZES[name, block]
+    if (name, block) == ("forward_kernel", 64) and fixed and components > 2:
+        other, stages, early = MANY
     split, block_keys = SPLIT.get((name, block)), HALF.value if block > 128 else BLOCK
     queries, keys = (other, block_keys) if name == "key_kernel" else (BLOCK, other)
     spans = (contraction(width, block), contraction(value_width, block))

@@ -23,6 +23,7 @@ THIN = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 # and where a third would be, narrow ones: each rho but the first and, hard, the bits of the lead in float16. Where
 # everything is in float16: each u, and the LSE is less the top.
 NARROW = gl.constexpr(4)
+SPARE = gl.constexpr(4)
 ROW16, ROW32 = gl.NVMMASharedLayout(0, 16, 2), gl.NVMMASharedLayout(0, 32, 2)
 
 
@@ -78,13 +79,13 @@ def work_of(item, blocks, groups, section):
 
 
 @gluon.jit
-def ring_barriers(STAGES: gl.constexpr):
-    """Barriers: a stage of the ring is full; both warp groups have read it."""
+def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr = 2):
+    """Barriers: a stage of the ring is full; the warp groups that read it have."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=READERS)
     return full, empty
 
 
@@ -153,6 +154,17 @@ def has_bad_sum(total, o_m, num_queries, num_keys, CAUSAL: gl.constexpr):
     if CAUSAL:
         bad = bad & (o_m + num_keys - num_queries >= 0)
     return bad
+
+
+@gluon.jit
+def bound_of(x, seen):
+    """What float16 subtracts from the exponents of each row, of which x are those of the first tile.
+
+    The largest weight in it becomes 2^-SPARE. Later ones may be larger, up to 2^16; where one is not, the sum of the
+    row is infinite, which flags its head.
+    """
+    largest = gl.max(gl.where(seen, x, float("-inf")), 1)
+    return gl.where(largest == float("-inf"), 0.0, largest) + SPARE
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Projected keys for wide heads on Hopper, in Gluon, as hopper.py has shifted ones: two warp groups that take turns.
 
 The arithmetic is that of projected.py for two components of one variance: narrow in bfloat16. In float16, which has too
-few exponents for factors and for a maximum that is fixed beforehand, weights are computed in float32 from exponents.
+few exponents for factors, weights are computed in float32 from exponents, and bounded as in hopper.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mgk.ops.dispatch import block_width
+from mgk.ops.triton import hopper_projected_wide
 from mgk.ops.triton.hopper_common import (
     BLOCK,
     COLUMNS,
@@ -28,6 +30,7 @@ from mgk.ops.triton.hopper_common import (
     ROW16,
     ROW32,
     barriers,
+    bound_of,
     copy,
     even,
     has_bad_sum,
@@ -110,37 +113,27 @@ def forward_block(
     mbarrier.wait(ready, 0)
     b_q = q_half.load(flat).to(gl.float32)
     bound = gl.convert_layout(gl.sum(b_q * b_q, 1), row) * (0.5 * scale)  # no weight is above its prior
-    if dtype == gl.float16:
-        bound = gl.full([HALF], float("-inf"), gl.float32, row)  # the largest so far
     mbarrier.wait(full.index(0), 0, pred=count > 0)
     s_0, s_1 = scores(q_half, k_ring, 0, zero, BN, D)
+    if dtype == gl.float16:
+        s_0, s_1 = warpgroup_mma_wait(0, deps=(s_0, s_1))
+        x = gl.maximum(s_0 * scale + w_ring.index(0).load(mma), s_1 * scale + w_ring.index(1).load(mma))
+        bound = bound_of(x, seen_keys(o_m, o_n, num_queries, num_keys, CAUSAL, EVEN))
+        s_0, s_1 = warpgroup_mma_init(s_0), warpgroup_mma_init(s_1)
     for t in range(count):
         stage, after = t % STAGES, gl.minimum(t + 1, count - 1)  # after the last one, the last one again
         s_0, s_1 = warpgroup_mma_wait(0, deps=(s_0, s_1))
         w_0, w_1 = w_ring.index(2 * stage).load(mma), w_ring.index(2 * stage + 1).load(mma)
-        if dtype == gl.float16:
-            x_0, x_1 = s_0 * scale + w_0, s_1 * scale + w_1
-            if CAUSAL:
-                if t >= whole:
-                    seen = seen_keys(o_m, t * BN + o_n, num_queries, num_keys, CAUSAL, EVEN)
-                    x_0, x_1 = gl.where(seen, x_0, float("-inf")), gl.where(seen, x_1, float("-inf"))
-            x = gl.maximum(x_0, x_1)
-            largest = gl.maximum(bound, gl.max(x, 1))
-            safe = gl.where(largest == float("-inf"), 0.0, largest)
-            alpha, bound = gl.exp2(bound - safe), largest
-            acc *= gl.convert_layout(alpha, gl.SliceLayout(1, wide))[:, None]
-            sums *= gl.convert_layout(alpha, gl.SliceLayout(1, thin))[:, None]
-            if BEST:
-                p = gl.exp2(x - safe[:, None]).to(dtype)
-            else:
-                p = (gl.exp2(x_0 - safe[:, None]) + gl.exp2(x_1 - safe[:, None])).to(dtype)
+        if dtype == gl.float16 and not BEST:
+            p = gl.exp2(s_0 * scale + w_0 - bound[:, None]) + gl.exp2(s_1 * scale + w_1 - bound[:, None])
+            p = p.to(dtype)
         elif BEST:
             p = gl.exp2(gl.maximum(s_0 * scale + w_0, s_1 * scale + w_1) - bound[:, None]).to(dtype)
         else:
             e_0 = gl.exp2(s_0 * scale - bound[:, None]).to(gl.bfloat16)
             e_1 = gl.exp2(s_1 * scale - bound[:, None]).to(gl.bfloat16)
             p = multiply_add(e_1, w_1.broadcast_to([HALF, BN]), multiply(e_0, w_0.broadcast_to([HALF, BN])))
-        if (CAUSAL or not EVEN) and dtype == gl.bfloat16:
+        if CAUSAL or (not EVEN and dtype == gl.bfloat16):  # in float16 the weights of what is no key are exponents
             if t >= whole:
                 seen = seen_keys(o_m, t * BN + o_n, num_queries, num_keys, CAUSAL, EVEN)
                 p = gl.where(seen, p, gl.zeros_like(p))
@@ -368,8 +361,9 @@ def key_side(p: Problem, saved: Saved, grad: Tensor, row_stats: Tensor, grads: l
     size, query, key = sizes_of("key_kernel", p), p.query, p.key
     queries, block, width = size["BM"], size["BN"], size["D"]
     vectors = lines(row_stats.view(row_stats.shape[0], -1, row_stats.shape[1]), queries, ROW32)
+    kernel = hopper_projected_wide.key_kernel if block == HALF.value else key_kernel
     run(
-        key_kernel, key.shape[3], block, query, tiles(query, queries, width), tiles(grad, queries, width),
+        kernel, key.shape[3], block, query, tiles(query, queries, width), tiles(grad, queries, width),
         tiles(key, block, width), tiles(p.value, block, width), vectors,
         factors if factors.numel() else keys, overflow, grad_key, grad_value, grad_bias, part, p.numbers[0],
         1 / p.variance, *strides(grad_key, grad_value), p.groups, p.section, p.heads, query.shape[2],

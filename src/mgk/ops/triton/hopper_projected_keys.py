@@ -1,8 +1,6 @@
-"""The key side of hopper_projected.py: gradients of projected keys and of values.
+"""The key side of hopper_projected.py: gradients of projected keys and of values, for heads of at most 64 numbers.
 
-The sums of dk_0, dk_1 and dv are 96 registers a thread at D = 64; at D = 128 they would be 192, which is too many:
-there a block has 64 keys. With a soft E-step each of the two warp groups has one component of all of them, and the two
-dv are added at the end; a hard one needs both scores, so each has half of the columns.
+The sums of dk_0, dk_1 and dv are 96 registers a thread at D = 64. For wider heads see hopper_projected_wide.py.
 """
 
 from __future__ import annotations
@@ -77,29 +75,26 @@ def key_block(
     part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
     WV: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys, all columns or a half, and their share of dlog_prior; keys down and queries across."""
+    """dk and dv of 64 keys, and their share of dlog_prior; keys down and queries across."""
     q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
-    c_0, c_1, _, _ = more
+    c_0, c_1 = more
     p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_m, stride_k, stride_v = rest[:10]
     num_queries, num_keys, i_n, first, masked, count, padded_keys, positions = rest[10:]
     dtype: gl.constexpr = k_s.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    WIDTH: gl.constexpr = D if BN > HALF else D // 2
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     thin_operand: gl.constexpr = gl.DotOperandLayout(0, thin, 2)
-    LINE: gl.constexpr = part * (BN - HALF)  # the first of this warp group's keys, and of its columns
-    COLUMN: gl.constexpr = part * (D - WIDTH)
-    k_0 = k_s.index(0).reshape([BN, D]).slice(LINE, HALF, 0)
-    k_1 = k_s.index(1).reshape([BN, D]).slice(LINE, HALF, 0)
-    v_half = v_s.reshape([BN, D]).slice(LINE, HALF, 0)
-    start_n = i_n * BN + LINE
+    k_0 = k_s.index(0).reshape([BN, D]).slice(part * HALF, HALF, 0)
+    k_1 = k_s.index(1).reshape([BN, D]).slice(part * HALF, HALF, 0)
+    v_half = v_s.reshape([BN, D]).slice(part * HALF, HALF, 0)
+    start_n = i_n * BN + part * HALF
     o_n = start_n + gl.arange(0, HALF, gl.SliceLayout(1, mma))
     w_0, w_1 = gl.load(p_keys + o_n)[:, None], gl.load(p_keys + padded_keys + o_n)[:, None]
-    dk_0 = gl.zeros([HALF, WIDTH], gl.float32, wide)
-    dk_1 = gl.zeros([HALF, WIDTH], gl.float32, wide)
-    dv = gl.zeros([HALF, WIDTH], gl.float32, wide)
+    dk_0 = gl.zeros([HALF, D], gl.float32, wide)
+    dk_1 = gl.zeros([HALF, D], gl.float32, wide)
+    dv = gl.zeros([HALF, D], gl.float32, wide)
     dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
     zero = gl.zeros([HALF, BM], gl.float32, mma)
     o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + (num_keys - num_queries)
@@ -143,8 +138,7 @@ def key_block(
             p, ds_0, ds_1 = e_0 + e_1, multiply(e_0, g), multiply(e_1, g)
         mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
         take_turn(turn, part, t)
-        b_q = q_ring.index(stage).reshape([BM, D]).slice(COLUMN, WIDTH, 1)
-        b_g = g_ring.index(stage).reshape([BM, D]).slice(COLUMN, WIDTH, 1)
+        b_q, b_g = q_ring.index(stage).reshape([BM, D]), g_ring.index(stage).reshape([BM, D])
         dv = warpgroup_mma(gl.convert_layout(p, operand), b_g, dv, is_async=True)
         dw = warpgroup_mma(gl.convert_layout(ds_0, thin_operand), c_0, dw, is_async=True)
         dw = warpgroup_mma(gl.convert_layout(ds_1, thin_operand), c_1, dw, is_async=True)
@@ -158,99 +152,16 @@ def key_block(
         pass_turn(turn, part)
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s_0, s_1, slope))
-    o_d, o_r = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, wide)), gl.arange(0, HALF, gl.SliceLayout(1, wide))
-    o_r += start_n
+    o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), start_n + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
     gl.store(p_block, dv.to(dtype), mask=inside(o_r < num_keys, o_d, WV, D))
-    p_part += start_n // HALF * 4  # halves of the columns have the same number for it
+    p_part += start_n // HALF * 4
     for r in gl.static_range(2):
         store_key(
-            dk_1 if r == 1 else dk_0, column_of(dw, r, wide), (k_1 if r == 1 else k_0).slice(COLUMN, WIDTH, 1),
+            dk_1 if r == 1 else dk_0, column_of(dw, r, wide), k_1 if r == 1 else k_0,
             p_dk + r * stride_m, p_dlw + r * positions, p_part + 2 * r, inverse_variance, stride_k, o_r, o_d, num_keys,
             D, W, POSITIONS,
         )  # fmt: skip
-
-
-@gluon.jit
-def component_block(
-    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
-    WV: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, POSITIONS: gl.constexpr,
-):  # fmt: skip
-    """dk of one component of 64 keys, what it adds to their dv, and its share of dlog_prior."""
-    q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn = shared
-    c_0, _, x_s, done = more
-    p_keys, p_dk, p_dv, p_dlw, p_part, scale, inverse_variance, stride_m, stride_k, stride_v = rest[:10]
-    num_queries, num_keys, i_n, first, masked, count, padded_keys, positions = rest[10:]
-    dtype: gl.constexpr = k_s.dtype
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    k_own, v_all = k_s.index(part).reshape([BN, D]), v_s.reshape([BN, D])
-    o_n = i_n * BN + gl.arange(0, HALF, gl.SliceLayout(1, mma))
-    weight = gl.load(p_keys + part * padded_keys + o_n)[:, None]
-    dk = gl.zeros([HALF, D], gl.float32, wide)
-    dv = gl.zeros([HALF, D], gl.float32, wide)
-    dw = gl.zeros([HALF, COLUMNS], gl.float32, thin)
-    zero = gl.zeros([HALF, BM], gl.float32, mma)
-    o_m = gl.arange(0, BM, gl.SliceLayout(0, mma)) + (num_keys - num_queries)
-    mbarrier.wait(ready, 0)
-    mbarrier.wait(full.index(0), 0, pred=count > 0)
-    b_q, b_g = q_ring.index(0).reshape([BM, D]), g_ring.index(0).reshape([BM, D])
-    s = warpgroup_mma(k_own, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    slope = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
-    for t in range(count):
-        stage, start, after = t % STAGES, first + t * BM, gl.minimum(t + 1, count - 1)  # after the last one, itself
-        s, slope = warpgroup_mma_wait(0, deps=(s, slope))
-        lse, delta = r_ring.index(2 * stage).load(mma), r_ring.index(2 * stage + 1).load(mma)
-        if dtype == gl.float16:
-            p = gl.exp2(s * scale + weight - lse)
-        else:
-            p = multiply(gl.exp2(s * scale - lse).to(gl.bfloat16), weight.broadcast_to([HALF, BM]))
-        if CAUSAL:
-            if start < masked:
-                p = gl.where(o_n[:, None] <= (start + o_m)[None, :], p, gl.zeros_like(p))
-        if dtype == gl.float16:
-            ds, p = (p * (slope - delta)).to(dtype), p.to(dtype)
-        else:
-            ds = multiply(p, (slope - delta).to(gl.bfloat16))
-        mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
-        take_turn(turn, part, t)
-        b_q, b_g = q_ring.index(stage).reshape([BM, D]), g_ring.index(stage).reshape([BM, D])
-        dv = warpgroup_mma(gl.convert_layout(p, operand), b_g, dv, is_async=True)
-        dw = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, thin, 2)), c_0, dw, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds, operand), b_q, dk, is_async=True)
-        dv, dw, dk = warpgroup_mma_wait(0, deps=(dv, dw, dk))
-        b_q, b_g = q_ring.index(after % STAGES).reshape([BM, D]), g_ring.index(after % STAGES).reshape([BM, D])
-        s = warpgroup_mma(k_own, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        slope = warpgroup_mma(v_all, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
-        pass_turn(turn, part)
-        mbarrier.arrive(empty.index(stage))
-    warpgroup_mma_wait(0, deps=(s, slope))
-    o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), i_n * BN + gl.arange(0, HALF, gl.SliceLayout(1, wide))
-    if part == 1:
-        x_s.store(dv)
-        mbarrier.arrive(done)
-    else:
-        mbarrier.wait(done, 0)
-        dv += x_s.load(wide)
-        p_block = p_dv + o_r.to(gl.int64)[:, None] * stride_v + o_d[None, :]
-        gl.store(p_block, dv.to(dtype), mask=inside(o_r < num_keys, o_d, WV, D))
-    store_key(
-        dk, column_of(dw, 0, wide), k_own, p_dk + part * stride_m, p_dlw + part * positions,
-        p_part + i_n * 4 + 2 * part, inverse_variance, stride_k, o_r, o_d, num_keys, D, W, POSITIONS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def key_part(
-    part: gl.constexpr, shared, more, rest, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
-    WV: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, BEST: gl.constexpr, POSITIONS: gl.constexpr,
-):  # fmt: skip
-    if BN == HALF and not BEST:
-        component_block(part, shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, POSITIONS)
-    else:
-        key_block(part, shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, BEST, POSITIONS)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -267,14 +178,8 @@ def key_kernel(
     k_s = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, 1, BN, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BN, D], v_desc.layout)
     r_ring = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, BM], r_desc.layout)
-    c_0, c_1 = unit_columns(0, BM, q_desc.dtype), unit_columns(1, BM, q_desc.dtype)
+    more = (unit_columns(0, BM, q_desc.dtype), unit_columns(1, BM, q_desc.dtype))
     full, empty, ready, turn = barriers(STAGES)
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(done, count=1)
-    if BN == HALF and not BEST:
-        x_s = gl.allocate_shared_memory(gl.float32, [BN, D], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-    else:
-        x_s = c_0
     fence_async_shared()
     offset, first, masked = num_keys - num_queries, 0, 0
     if CAUSAL:
@@ -286,7 +191,6 @@ def key_kernel(
     p_keys, p_part = KEYS + i_g * 2 * padded_keys, PART + i_g * parts * 4
     if gl.load(OVERFLOW + 2 * i_bh) + gl.load(OVERFLOW + 2 * i_bh + 1) == 0:
         shared = (q_ring, g_ring, k_s, v_s, r_ring, full, empty, ready, turn)
-        more = (c_0, c_1, x_s, done)
         rest = (
             p_keys, p_dk, p_dv, DLW + i_g * 2 * positions, p_part, scale, inverse_variance, sdm, sdn, sen, num_queries,
             num_keys, i_n, first, masked, count, padded_keys, positions,
@@ -294,8 +198,8 @@ def key_kernel(
         loads, where = (q_desc, g_desc, k_desc, v_desc, r_desc), (i_b, i_h, i_bh, i_n, first, count, width)
         gl.warp_specialize(
             [
-                (key_part, (gl.constexpr(0), shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, BEST, POSITIONS)),
-                (key_part, (gl.constexpr(1), shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, BEST, POSITIONS)),
+                (key_block, (gl.constexpr(0), shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, BEST, POSITIONS)),
+                (key_block, (gl.constexpr(1), shared, more, rest, BM, BN, D, W, WV, STAGES, CAUSAL, BEST, POSITIONS)),
                 (load_queries, (loads, shared, where, BM, BN, D, STAGES)),
             ],
             [4, 1], [240, 24],

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 LOG2E = gl.constexpr(1.4426950408889634)
 # (kernel, width): the tile of the other side, and how many of those the ring holds
 SIZES = {
-    ("forward_kernel", 64): (128, 5), ("forward_kernel", 128): (64, 5),
-    ("query_kernel", 64): (64, 6), ("query_kernel", 128): (64, 4),
+    ("forward_kernel", 64): (64, 8), ("forward_kernel", 128): (64, 5),
+    ("query_kernel", 64): (64, 4), ("query_kernel", 128): (64, 4),
     ("key_kernel", 64): (64, 6), ("key_kernel", 128): (64, 4),
 }  # fmt: skip
 
@@ -157,8 +157,8 @@ def forward_block(
         acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, wide, 2)), b_v, acc, is_async=True)
         b_k = k_ring.index(after % STAGES).reshape([BN, D])
         s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        sums, acc = warpgroup_mma_wait(1, deps=(sums, acc))
         pass_turn(turn, part)
+        sums, acc = warpgroup_mma_wait(1, deps=(sums, acc))
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s,))
 
@@ -217,7 +217,7 @@ def query_block(
 ):  # fmt: skip
     """dq of 64 queries, what the key side needs of them, and their share of dshift and dvariance."""
     q_s, g_s, k_ring, v_ring, w_ring, full, empty, ready, turn = shared
-    c_0, c_1, c_2 = more
+    c_0, c_1 = more
     p_shift, p_variance, p_out, p_rows, p_known, p_dq, p_part, stride_o, stride_d = rest[:9]
     num_queries, num_keys, i_m, whole, count, padded_queries, one = rest[9:]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -267,13 +267,12 @@ def query_block(
                 p_0, p_1 = gl.where(seen, p_0, gl.zeros_like(p_0)), gl.where(seen, p_1, gl.zeros_like(p_1))
         ds_0, score = multiply(p_0, g), s.to(gl.bfloat16)
         ds = multiply_add(p_1, g, ds_0)
-        moment_0, moment_1 = multiply(ds_0, score), multiply(multiply(p_1, g), score)
+        moment_0 = multiply(ds_0, score)
         mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
         take_turn(turn, part, t)
         b_k = k_ring.index(stage).reshape([BN, D])
         sums = warpgroup_mma(gl.convert_layout(ds_0, thin_operand), c_0, sums, is_async=True)
         sums = warpgroup_mma(gl.convert_layout(moment_0, thin_operand), c_1, sums, is_async=True)
-        sums = warpgroup_mma(gl.convert_layout(moment_1, thin_operand), c_2, sums, is_async=True)
         dq = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, wide, 2)), b_k, dq, is_async=True)
         b_k, b_v = k_ring.index(after % STAGES).reshape([BN, D]), v_ring.index(after % STAGES).reshape([BN, D])
         s = warpgroup_mma(q_half, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -283,8 +282,8 @@ def query_block(
         mbarrier.arrive(empty.index(stage))
     warpgroup_mma_wait(0, deps=(s, slope))
 
-    drow, moment_0, moment_1 = column_of(sums, 0, wide), column_of(sums, 1, wide), column_of(sums, 2, wide) / ratio
-    b_q = q_half.load(wide).to(gl.float32)
+    drow, moment_0, b_q = column_of(sums, 0, wide), column_of(sums, 1, wide), q_half.load(wide).to(gl.float32)
+    moment_1 = (gl.sum(dq * b_q, 1) - moment_0) / ratio  # sums of ds_r q.k over the keys; dq has both
     o_d, o_r = gl.arange(0, D, gl.SliceLayout(0, wide)), begin + gl.arange(0, HALF, gl.SliceLayout(1, wide))
     b_0 = load_line(p_shift + one * W, o_d, W, D)
     b_1 = load_line(p_shift + other * W, o_d, W, D)
@@ -318,7 +317,7 @@ def query_kernel(
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BN, D], v_desc.layout)
     w_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, BN], w_desc.layout)
-    more = (unit_columns(0, BN), unit_columns(1, BN), unit_columns(2, BN))
+    more = (unit_columns(0, BN), unit_columns(1, BN))
     full, empty, ready, turn = barriers(STAGES)
     fence_async_shared()
     whole, count = range_of(i_m, num_queries, num_keys, BM, BN, CAUSAL)

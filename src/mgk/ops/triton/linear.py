@@ -392,7 +392,8 @@ def tile(query: Tensor, value: Tensor, components: int) -> dict[str, int]:
     With prefetching (`num_stages` > 1) the compiler computes most exponentials twice, once for each layout.
     """
     width = max(block_width(query.shape[-1]), block_width(value.shape[-1]))
-    halved = (width > 64) + (components > 2) + (query.dtype == torch.float32)
+    single = (2 if torch.version.hip else 1) * (query.dtype == torch.float32)  # AMD GPUs have 64 threads in a warp
+    halved = (width > 64) + (components > 2) + single
     return {"BN": max(16, 64 >> halved), "num_warps": 4 if width <= 32 else 8, "num_stages": 1}
 
 
