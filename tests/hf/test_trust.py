@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from mgk.hf.card import model_card, plain
 from mgk.hf.generate import load_for_generation, visible
 from mgk.merge import merge_heads
 from mgk.merge.sums import SUMS, check_sums
+from tests.disk import small_files
 from tests.hf.common import foreign, make
 
 OLD = Path(__file__).parent.parent / "fixtures" / "v0.1.0"
@@ -97,17 +95,6 @@ def test_a_checksum_file_names_only_files_of_its_folder(tmp_path: Path) -> None:
         (tmp_path / SUMS).write_text(json.dumps({"files": {name: {}}}))
         with pytest.raises(OSError, match="expected names of files in this folder"):
             check_sums(tmp_path)
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """Limit the size of files to `most` bytes, which fails like a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("most", [400, 5000, 20_000])  # in the configuration, the weights, the state
