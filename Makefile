@@ -5,13 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint unit format demo bench cross-compile clean
+.PHONY: help setup test lint unit format demo bench cross-compile mutants golden clean
 
 help:
 	@echo "make test    check lint, format and types, and run all tests"
 	@echo "make demo    check every variant against its formula and train two small models"
 	@echo "make bench   measure what mixture attention gains on this machine"
 	@echo "make cross-compile  compile the kernels for all GPUs, which need not be there"
+	@echo "make golden  train five tiny models and compare their losses with the recorded ones"
+	@echo "make mutants break the code in one place at a time and see a test fail (ten minutes)"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment and the caches"
 
@@ -49,6 +51,12 @@ bench: $(STAMP)
 
 cross-compile: $(STAMP)
 	$(BIN)/python -m benchmarks.cross_compile
+
+golden: $(STAMP)
+	$(BIN)/python -m benchmarks.golden
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -34,6 +34,14 @@ def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=1) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file; one that is damaged is a ValueError that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON, got {' '.join(str(error).split())}") from None
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill, which replaces `path` once it is on disk; on an error nothing changes.

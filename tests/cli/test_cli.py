@@ -121,6 +121,9 @@ def test_verify_finds_a_changed_byte(tmp_path: Path, capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert "is damaged" in error
     assert error.count("\n") == 1
+    advised = error.split("type: mgk ")[1].strip()  # a command that prepares this very set again
+    assert run(f"{advised} --root {tmp_path}") == 0
+    assert run(f"data verify --root {tmp_path}") == 0
 
 
 def test_demo_shows_every_variant_and_trains(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import pickle
@@ -419,6 +420,36 @@ def test_listops_reads_lras_files_only_as_they_are(raw: Path, root: Path) -> Non
         prepare("listops", raw, root)
 
 
+@pytest.mark.parametrize("value", ["12", "77", "-1", "300", ""])
+def test_listops_values_out_of_range_are_refused_with_their_line(raw: Path, root: Path, value: str) -> None:
+    for name in ("train", "val", "test"):
+        (raw / f"basic_{name}.tsv").write_text("Source\tTarget\n( ( ( [MAX 2 ) 7 ) ] )\t7\n")
+    (raw / "basic_val.tsv").write_text(f"Source\tTarget\n( [MAX 2 7 ] )\t7\n( [MAX 2 7 ] )\t{value}\n")
+    with pytest.raises(DataError, match=r"basic_val.tsv(, line 3: expected an|: expected ListOps lines)"):
+        prepare("listops", raw, root)
+
+
+@pytest.mark.parametrize("name", ["listops", "aan", "wikitext-2"])
+def test_an_empty_split_is_refused(raw: Path, root: Path, name: str) -> None:
+    for split in ("train", "val", "test"):
+        (raw / f"basic_{split}.tsv").write_text("Source\tTarget\n" + "[MAX 2 7 ]\t7\n" * (split != "val"))
+    for split in ("train", "eval", "test"):
+        (raw / f"new_aan_pairs.{split}.tsv").write_text("1.0\tA\tB\ttext\ttext\n" * (split != "eval"))
+    for split in ("train", "valid", "test"):
+        (raw / f"wiki.{split}.tokens").write_text("some words\n" * (split != "valid"))
+    with pytest.raises(DataError, match=f"{name}: no examples of dev in .*; then type: mgk data prepare {name}"):
+        prepare(name, raw, root)
+
+
+def test_labels_of_any_set_are_checked(raw: Path, root: Path) -> None:
+    path = cifar(raw, "binary")[0] / "test_batch.bin"
+    content = bytearray(path.read_bytes())
+    content[0] = 10
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="cifar10: labels of test: expected 0 to 9, got 1 to 10"):
+        prepare("cifar10", raw, root, held_out=2)
+
+
 DAMAGED: dict[str, tuple[str, str, bytes, str]] = {
     "cut xz": ("enwik8", "enwik8.xz", lzma.compress(bytes(1000))[:40], r"is damaged \("),
     "no gz": ("fashion-mnist", "train-images-idx3-ubyte.gz", b"nothing", r"is damaged \("),
@@ -441,6 +472,8 @@ DAMAGED: dict[str, tuple[str, str, bytes, str]] = {
     ),
     "no article": ("enwiki", "articles.jsonl", b'{"title": "a"}\n', "expected a field text"),
     "no columns": ("aan", "new_aan_pairs.train.tsv", b"1.0\tA\tB\ttext\n", "expected label, id, id, text, text"),
+    "no paper": ("aan-rebuilt", "papers.jsonl", b'{"title": "a"}\n', r"unexpected content .KeyError: 'id'"),
+    "deep json": ("enwiki", "articles.jsonl", b"[" * 100_000 + b"\n", "unexpected content|one JSON object"),
     "no idx": ("fashion-mnist", "train-images-idx3-ubyte", bytes(40), "expected an idx file"),
     "too short": ("enwik8", "enwik8", b"abc", "expected at least 20 bytes"),
 }
@@ -455,6 +488,27 @@ def test_damaged_raw_files_are_named_in_one_line(raw: Path, root: Path, case: st
     assert file in str(caught.value) or case == "too short"
     assert f"type: mgk data prepare {name}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_an_archive_writes_nothing_whatever_its_names_are(raw: Path, root: Path, link: bool) -> None:
+    path = raw / "aclImdb_v1.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name in ("train/pos/1", "train/neg/1", "train/neg/2", "test/pos/1"):
+            member = tarfile.TarInfo(f"../../../{name}_1.txt")
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"text"))
+        if link:
+            member = tarfile.TarInfo("train/pos/9_9.txt")
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            archive.addfile(member)
+    if link:
+        with pytest.raises(DataError, match=r"imdb: aclImdb_v1.tar.gz has unexpected content"):
+            prepare("imdb", path, root, held_out=1)
+    else:
+        prepare("imdb", path, root, held_out=1)
+    assert sorted(each.name for each in root.parent.iterdir()) == ["raw files", "root"]
+    assert sorted(each.name for each in raw.iterdir()) == [path.name]
 
 
 def test_too_many_held_out_are_refused(raw: Path, root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from mgk import data
-from mgk.data import DataError, Sequences, listops, registry
+from mgk.data import DataError, Sequences, listops, registry, store
 from tests.data.common import SMALL
 
 COMMAND = "mgk data prepare listops --sizes 60 20 20 --lengths 4 40"
@@ -152,15 +153,99 @@ def test_a_truncated_file_is_found_at_once_and_repaired(folder: Path, name: str)
     assert load(folder, verify=True).digest == digest
 
 
-def test_a_changed_byte_is_found_by_the_checksums(folder: Path) -> None:
-    content = bytearray((folder / "dev.tokens.npy").read_bytes())
-    content[-1] ^= 1
-    (folder / "dev.tokens.npy").write_bytes(content)
+@pytest.mark.parametrize("where", ["arrays", "manifest"])
+def test_any_flipped_bit_is_noticed_when_the_set_is_opened(folder: Path, where: str) -> None:
+    random = np.random.default_rng(0)
+    files = [path for path in folder.iterdir() if (path.name == "manifest.json") == (where == "manifest")]
+    for _ in range(40):
+        path = files[random.integers(len(files))]
+        content = path.read_bytes()
+        flip(path, int(random.integers(len(content) * 8)))
+        with pytest.raises(DataError, match=rf"; type: {COMMAND}$"):
+            load(folder)
+        path.write_bytes(content)
     load(folder)
-    with pytest.raises(DataError, match=rf"dev.tokens.npy is damaged: its checksum.*; type: {COMMAND}$"):
-        load(folder, verify=True)
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_files_that_have_changed_places_are_noticed(folder: Path) -> None:
+    one, two, spare = (folder / name for name in ("dev.labels.npy", "test.labels.npy", "spare"))
+    load(folder)  # this process has seen both intact
+    for source, target in ((one, spare), (two, one), (spare, two)):
+        source.rename(target)
+    with pytest.raises(DataError, match=rf"labels.npy is damaged: its checksum.*; type: {COMMAND}$"):
+        load(folder)
     data.prepare("listops", root=folder.parent, **SMALL)
+    load(folder)
+
+
+def test_a_file_is_read_in_full_once_per_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(folder)
+    read: list[str] = []
+    real = store.checksum
+
+    def counted(path: Path) -> dict[str, Any]:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(store, "checksum", counted)
+    load(folder)
+    assert read == []
     load(folder, verify=True)
+    assert sorted(read) == sorted(set(FILES) - {"manifest.json"})
+
+
+def forge(folder: Path, **changes: Any) -> None:
+    """Change a manifest as someone would who also computes its checksum."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    manifest["sha256"] = store._seal(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {"../../elsewhere.npy": {"bytes": 1, "sha256": ""}}},
+        {"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}},
+        {"files": {"train.tokens.npy": 3}},
+        {"kind": "os.system"},
+        {"splits": None},
+    ],
+)
+def test_a_forged_manifest_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    forge(folder, **changes)
+    with pytest.raises(DataError, match=r"manifest.json is damaged: .*; type: "):
+        load(folder)
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize("what", ["pickle", "huge", "shape"])
+def test_a_hostile_array_is_refused_with_its_name(
+    folder: Path, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksums are right: such a set was made to be opened by others."""
+    monkeypatch.chdir(tmp_path)
+    path = folder / "train.labels.npy"
+    if what == "pickle":
+        np.save(path, np.array([Hostile()]), allow_pickle=True)
+    elif what == "huge":  # a header that asks for more than there is
+        path.write_bytes(path.read_bytes().replace(b"(60,), }  ", b"(6000,), }", 1))
+    else:
+        np.save(path, np.zeros((3, 20), np.uint8))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    forge(folder, files=manifest["files"] | {path.name: manifest["files"][path.name] | store.checksum(path)})
+    with pytest.raises(DataError, match=r"train.labels.npy: expected "):
+        load(folder).split("train")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

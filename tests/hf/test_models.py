@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from mgk.hf import MGKConfig, MGKForCausalLM, MGKForSequenceClassification, MGKModel
+from mgk.merge.sums import SUMS
 from mgk.models import build
 from mgk.nn.output import IGNORE
 from mgk.train.config import MODELS
@@ -239,6 +240,7 @@ def test_a_wrong_call_is_an_error() -> None:
 
 def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
     make("classifier").save_pretrained(tmp_path)
+    (tmp_path / SUMS).unlink()
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(OSError, match="damaged weights"):
@@ -248,6 +250,7 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
 def test_loading_runs_no_code(tmp_path: Path) -> None:
     """A pickle is not opened, and code named in the configuration is not run."""
     make("classifier").save_pretrained(tmp_path)
+    (tmp_path / SUMS).unlink()
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         MGKForSequenceClassification.from_pretrained(tmp_path)
@@ -260,6 +263,7 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
 
 def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
     make("classifier").save_pretrained(tmp_path)
+    (tmp_path / SUMS).unlink()
     told = json.loads((tmp_path / "config.json").read_text()) | {"width": 16}
     (tmp_path / "config.json").write_text(json.dumps(told))
     with pytest.raises(RuntimeError, match="mismatch"):

@@ -419,6 +419,14 @@ def test_report(show: Show) -> None:
     assert not tab.locator(".tools").is_visible()
 
 
+def test_a_report_of_many_points(show: Show) -> None:
+    """The extent of 160,000 points: more than a function can have arguments."""
+    lines = [Series(f"{i}", list(range(4000)), [float(i + j % 7) for j in range(4000)]) for i in range(40)]
+    tab = show(page([], report=[Chart(lines, "Loss", "step", "loss")]))
+    assert tab.locator("#report path.curve").count() == 80  # with the keys
+    assert "NaN" not in tab.locator("#report path.curve").first.get_attribute("d")
+
+
 def test_inline_in_a_notebook(show: Show, two: Any, browser: Any) -> None:
     """In a frame that has no address."""
     context = browser.new_context(offline=True)

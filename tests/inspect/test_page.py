@@ -15,7 +15,9 @@ import torch
 
 from mgk.inspect import Chart, Dense, Model, Series, Table, Text, byte_tokens, collect, page, rank, write
 from mgk.inspect.pack import Blocks, fits_16_bits, quantise, script_safe
+from mgk.inspect.page import POINTS
 from mgk.nn import MixtureAttention
+from tests.disk import small_files
 from tests.inspect.common import WICKED, attention, embedded, factors, pattern
 
 
@@ -120,6 +122,29 @@ def test_report_blocks() -> None:
     data = embedded(page([], report=blocks).html)
     assert [block["kind"] for block in data["report"]] == ["table", "chart"]
     assert data["report"][1]["series"][0]["y"] == [3, 4]
+
+
+def test_a_long_line_keeps_its_ends_and_extremes() -> None:
+    values = np.random.default_rng(0).normal(size=130_000)
+    values[77_777], values[3] = 50, -50
+    lines = [Series("long", list(range(130_000)), values.tolist()), Series("short", [1, 2], [3, 4])]
+    data = embedded(page([], report=[Chart(lines, "C", "x", "y")]).html)
+    long, short = data["report"][0]["series"]
+    assert len(long["x"]) == len(long["y"]) <= POINTS
+    assert long["x"] == sorted(set(long["x"]))
+    assert {(0, values[0]), (129_999, values[-1]), (77_777, 50), (3, -50)} <= set(
+        zip(long["x"], long["y"], strict=True)
+    )
+    assert short["y"] == [3, 4]
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path) -> None:
+    path = page([], report=[Text("old")]).write(tmp_path / "page.html")
+    before = path.read_text()
+    with small_files(1000), pytest.raises(OSError, match=r"page.html: cannot be written \(File too large\)"):
+        page([], report=[Text("new")]).write(path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_bytes_have_labels() -> None:

@@ -65,6 +65,31 @@ def test_curves_leave_out_numbers_that_are_not_finite(tmp_path: Path) -> None:
     assert run.curve("valid", "perplexity") == ([0, 2], [1.5, 4.5])
 
 
+def test_a_log_is_read_once_and_a_broken_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = '{"event": "train", "step": 1, "loss": 2.0}\n'
+    path = tmp_path / "log.jsonl"
+    path.write_text(line + line.replace("1", "2") + '{"event": "tra')  # cut by a crash
+    run = Run(tmp_path, tiny())
+    read: list[Path] = []
+    real = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **options: read.append(self) or real(self, **options))  # type: ignore[func-returns-value]
+    for metric in ("loss", "norm"):
+        run.curve("train", metric)
+    assert read == [path]
+    assert run.curve("train", "loss") == ([1, 2], [2.0, 2.0])
+    for broken in ("nonsense", "[1]", '{"event": "train"}', "[" * 100_000):
+        path.write_text(f"{line}{broken}\n{line}")
+        with pytest.raises(ValueError, match=r"log.jsonl, line 2: expected a JSON object with event and step"):
+            Run(tmp_path, tiny()).curve("train", "loss")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"rows": []}'])
+def test_a_damaged_comparison_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "comparison.json").write_text(content)
+    with pytest.raises(ValueError, match=r"comparison.json: expected"):
+        comparison_page(tmp_path)
+
+
 def test_figures_and_tables(grid: Path, root: Path, tmp_path: Path) -> None:
     commands.figures((grid / "softmax-2" / "seed-0", grid / "smgk-1" / "seed-0"), tmp_path, matrices=6, data_root=root)
     names = {path.name for path in tmp_path.iterdir()}

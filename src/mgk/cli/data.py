@@ -11,7 +11,6 @@ import tyro
 
 import mgk.data
 from mgk.cli.parsing import Action, function, named, one_line_errors
-from mgk.data.store import read
 
 
 def list_sets(root: Path | None = None) -> None:
@@ -68,7 +67,7 @@ def parse_prepare(name: str, program: str, words: list[str]) -> Action:
 def verify(names: tyro.conf.Positional[tuple[str, ...]] = (), root: Path | None = None) -> None:
     """Read prepared data sets in full and compare them with the checksums in their manifests.
 
-    In Python: `mgk.data.load(name, verify=True)`.
+    In Python: `mgk.data.verify(folder)`.
 
     Args:
         names: folders under the root to verify; all of them if none is named.
@@ -79,7 +78,7 @@ def verify(names: tyro.conf.Positional[tuple[str, ...]] = (), root: Path | None 
     if not names:
         raise ValueError(f"--root: expected a folder with prepared data sets, found none in {where}")
     for name in names:
-        found = read(where / name, f"mgk data prepare {name}", verify=True)
+        found = mgk.data.verify(where / name)
         counts = ", ".join(f"{split} {count:,}" for split, count in found.manifest["splits"].items())
         print(f"{name:15}intact: {counts}")
 

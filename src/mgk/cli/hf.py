@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +24,7 @@ def generate(
     """Generate text with a language model.
 
     For example: mgk generate RUN --prompt "In the beginning". RUN is a folder written by `mgk train`, or a Transformers
-    folder (`mgk convert`).
+    folder (`mgk convert`). Control characters are printed as codes.
 
     In Python: `mgk.hf.from_run("runs/a").generate(...)`, as with any Transformers model.
 
@@ -44,7 +43,7 @@ def generate(
     """
     import torch
 
-    from mgk.hf.generate import load_for_generation, stream
+    from mgk.hf.generate import load_for_generation, stream, visible
     from mgk.ops.arguments import check_count
 
     check_count("--tokens", tokens)
@@ -58,7 +57,7 @@ def generate(
     options: dict[str, Any] = {"do_sample": sample, "num_beams": beams, "max_new_tokens": tokens}
     if sample:
         options |= {"temperature": temperature, "top_p": top_p}
-    stream(model.to(device), tokenizer, prompt, partial(print, end="", flush=True), **options)
+    stream(model.to(device), tokenizer, prompt, lambda text: print(visible(text), end="", flush=True), **options)
     print()
 
 

@@ -184,9 +184,13 @@ def read(source: Source, file: str) -> Iterator[Example]:
     path = source.require(file)
     number = {symbol: index for index, symbol in enumerate(SYMBOLS, 1)}
     with source.text(path) as lines:
-        for row in csv.DictReader(lines, delimiter="\t"):
+        for line, row in enumerate(csv.DictReader(lines, delimiter="\t"), 2):
             try:
                 words = row["Source"].replace("(", " ").replace(")", " ").split()
-                yield bytes(number[word] for word in words), int(row["Target"])
+                tokens, value = bytes(number[word] for word in words), int(row["Target"])
             except (KeyError, ValueError, TypeError, AttributeError):
                 raise DataError(f"{path}: expected ListOps lines 'Source<tab>Target'; {source.advice}") from None
+            if not tokens or value not in range(10):
+                expected = "an expression and its value, 0 to 9"
+                raise DataError(f"{path}, line {line}: expected {expected}, got {row['Target']!r}; {source.advice}")
+            yield tokens, value

@@ -174,6 +174,12 @@ def prepare(name: str, *, source: str | Path | None = None, root: str | Path | N
         except DAMAGED as error:
             file, reason = next(reversed(raw.used), "a raw file"), str(error).splitlines()[0]
             raise DataError(f"{name}: {file} is damaged ({reason}); {advice}") from None
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            if isinstance(error, DataError) or not raw.used:  # a wrong option, not a wrong file
+                raise
+            file = next(reversed(raw.used))
+            raise DataError(f"{name}: {file} has unexpected content ({_told(error)}); {advice}") from error
+        _check(name, built, raw, advice)
         built = replace(
             built,
             splits={split: thinned(examples, limit) for split, examples in built.splits.items()},
@@ -184,8 +190,30 @@ def prepare(name: str, *, source: str | Path | None = None, root: str | Path | N
     return folder
 
 
+def _check(name: str, built: Built, raw: Source, advice: str) -> None:
+    """Check that what was read has examples in every split, and labels and tokens in range."""
+    for split, examples in built.splits.items():
+        if raw.used and not len(examples):
+            raise DataError(f"{name}: no examples of {split} in {raw.searched}; {advice}")
+        limits = {"labels": built.facts.get("classes"), "tokens": built.facts.get("vocabulary")}
+        for array, values in examples.arrays().items():
+            limit = limits.get(array)
+            if limit is None or not len(values):
+                continue
+            low, high = int(values.min()), int(values.max()) + (built.facts.get("shift", 0) * (array == "tokens"))
+            if low < 0 or high >= limit:
+                raise DataError(f"{name}: {array} of {split}: expected 0 to {limit - 1}, got {low} to {high}; {advice}")
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def load(name: str, *, root: str | Path | None = None, verify: bool = False, **options: Any) -> Prepared:
-    """Open the set prepared with these options and check its file sizes; with `verify`, also the checksums."""
+    """Open the set prepared with these options and compare its files with their checksums.
+
+    Each file is read in full once per process for that; with `verify`, every time.
+    """
     what, chosen = describe(name), _chosen(name, options)
     folder, command = _folder(name, root, chosen), what.command(chosen)
     found = store.read(folder, command, verify=verify)
@@ -195,6 +223,22 @@ def load(name: str, *, root: str | Path | None = None, verify: bool = False, **o
             f"{what.version}; type: {command}"
         )
     return found
+
+
+def verify(folder: str | Path) -> Prepared:
+    """Read a prepared set in full and compare it with its checksums. `folder` is the folder of any set."""
+    folder = Path(folder).expanduser()
+    try:
+        manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
+        what = describe(manifest["name"])
+        given = {option: value for option, value in manifest["options"].items() if value is not None}
+        command = what.command(_chosen(what.name, given))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        known = [name for name in SETS if folder.name == name or folder.name.startswith(f"{name}-")]
+        name = max(known, key=len, default="NAME")
+        options = "" if folder.name == name else " with the options it was prepared with"
+        command = f"mgk data prepare {name}{options}"
+    return store.read(folder, command, verify=True)
 
 
 def _current(found: Prepared, what: Description) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +22,12 @@ from mgk.data.splits import KINDS, AnySplit, Sequences, join
 from mgk.files import beside, checksum, new_folder, write_text
 from mgk.files import locked as file_lock
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)  # a manifest of format 1 has no checksum of its own
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.txt"
 TOKENIZER = "tokenizer.json"
+PLAIN = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_.-]+")  # names of files in a set
 
 
 class DataError(ValueError):
@@ -91,37 +94,94 @@ class Prepared:
         if name not in self.splits:
             raise DataError(f"split: expected one of {', '.join(self.splits)} of {self.name}, got {name!r}")
         arrays = {
-            file.split(".")[1]: np.load(self.path / file, mmap_mode="r")
-            for file in self.manifest["files"]
+            file.split(".")[1]: _open_array(self.path / file, facts)
+            for file, facts in self.manifest["files"].items()
             if file.startswith(f"{name}.")
         }
-        return KINDS[self.manifest["kind"]].restore(arrays, self.manifest["facts"])
+        try:
+            return KINDS[self.manifest["kind"]].restore(arrays, self.manifest["facts"])
+        except (KeyError, TypeError) as error:
+            raise DataError(
+                f"{self.path}: expected the arrays of a set of {self.manifest['kind']}, got {error}"
+            ) from None
 
 
 def read(folder: Path, advice: str, *, verify: bool = False) -> Prepared:
-    """Open a prepared set and check its file sizes; with `verify`, also the checksums.
+    """Open a prepared set and compare its files with the sizes and checksums in its manifest.
 
-    `advice` is the command that prepares it, for error messages.
+    A checksum is computed once per process, unless the file changes; with `verify`, every time.
+
+    Args:
+        folder: folder of the set.
+        advice: the command that prepares it, for error messages.
+        verify: compute all checksums now.
     """
     if not folder.is_dir():
         raise DataError(f"{folder.name} is not prepared in {folder.parent}; type: {advice}")
-    again = f"type: {advice}"
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files, written = manifest["files"], manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder / MANIFEST} is damaged ({type(error).__name__}); {again}") from None
-    if written != FORMAT:
-        raise DataError(f"{folder} has format {written}, this version of mgk reads {FORMAT}; {again}")
-    for name, expected in files.items():
+    manifest = _manifest(folder / MANIFEST, f"type: {advice}")
+    for name, expected in manifest["files"].items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != expected["bytes"]:
             found = "missing" if size is None else f"{size} bytes"
-            raise DataError(f"{path} is damaged: expected {expected['bytes']} bytes, found {found}; {again}")
-        if verify and checksum(path)["sha256"] != expected["sha256"]:
-            raise DataError(f"{path} is damaged: its checksum differs from that in {MANIFEST}; {again}")
+            raise DataError(f"{path} is damaged: expected {expected['bytes']} bytes, found {found}; type: {advice}")
+        if not _intact(path, expected["sha256"], verify):
+            raise DataError(f"{path} is damaged: its checksum differs from that in {MANIFEST}; type: {advice}")
     return Prepared(folder, manifest)
+
+
+def _manifest(path: Path, again: str) -> dict[str, Any]:
+    """Read a manifest and check every field that this package uses."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        files, written = manifest["files"], manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}); {again}") from None
+    if written not in READABLE:
+        raise DataError(f"{path.parent} has format {written}, this version of mgk reads {FORMAT}; {again}")
+    if written > 1 and manifest.get("sha256") != _seal(manifest):
+        raise DataError(f"{path} is damaged: its own checksum differs; {again}")
+    types = {"name": str, "version": int, "kind": str, "splits": dict, "facts": dict, "files": dict}
+    wrong = [name for name, type_ in types.items() if not isinstance(manifest.get(name), type_)]
+    if wrong or manifest["kind"] not in KINDS:
+        raise DataError(f"{path} is damaged: {(wrong or ['kind'])[0]} is missing or wrong; {again}")
+    for name, facts in files.items():
+        if not PLAIN.fullmatch(name) or not isinstance(facts, dict) or not {"bytes", "sha256"} <= facts.keys():
+            raise DataError(f"{path} is damaged: expected files of this folder with sizes, got {name!r}; {again}")
+    return manifest  # type: ignore[no-any-return]
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """Return the checksum of a manifest without its own."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+_read_before: set[tuple[Any, ...]] = set()
+"""Files whose checksum was right when this process computed it."""
+
+
+def _intact(path: Path, sha256: str, verify: bool) -> bool:
+    stat = path.stat()
+    key = (path.absolute(), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, sha256)
+    if verify or key not in _read_before:
+        if checksum(path)["sha256"] != sha256:
+            return False
+        _read_before.add(key)
+    return True
+
+
+def _open_array(path: Path, facts: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Map an array into memory. One of Python objects is refused: reading it could run code."""
+    try:
+        array: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = {"shape": list(array.shape), "dtype": str(array.dtype)}
+    except (OSError, ValueError, SyntaxError, TypeError, AttributeError, OverflowError) as error:
+        raise DataError(f"{path}: expected an array, got {str(error).splitlines()[0]}") from None
+    wanted = {name: facts.get(name) for name in found}
+    if found != wanted:
+        raise DataError(f"{path}: expected {wanted} as in {MANIFEST}, got {found}")
+    return array
 
 
 def write(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
@@ -149,7 +209,8 @@ def write(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
                 "origin": built.origin,
                 "files": files,
             }
-            write_text(unfinished / MANIFEST, json.dumps(content, indent=2))
+            content = json.loads(json.dumps(content))  # what a reader finds: lists instead of tuples
+            write_text(unfinished / MANIFEST, json.dumps(content | {"sha256": _seal(content)}, indent=2))
     except OSError as error:
         raise _unwritable(folder, error) from None
 

@@ -93,14 +93,17 @@ def _lra_pairs(source: Source, file: str) -> Iterator[tuple[bytes, bytes, int]]:
     path = source.require(file)
     csv.field_size_limit(1 << 30)  # a field is a paper
     with source.text(path) as lines:
-        for row in csv.reader(lines, delimiter="\t"):
+        lines_read = csv.reader(lines, delimiter="\t")
+        for row in lines_read:
             try:
                 label, _, _, first, second = row
-                yield first.encode(), second.encode(), int(float(label))
-            except ValueError:
+                value = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}[label]
+            except (ValueError, KeyError):
                 raise DataError(
-                    f"{path}: expected label, id, id, text, text, separated by tabs; {source.advice}"
+                    f"{path}, line {lines_read.line_num}: expected label, id, id, text, text, separated by "
+                    f"tabs, with a label of 0 or 1; {source.advice}"
                 ) from None
+            yield first.encode(), second.encode(), value
 
 
 def build_aan_rebuilt(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
 from typing import Any
 
 from mgk.hf.config import MGKConfig
@@ -23,8 +26,8 @@ def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None
     mixture = f", {config.components} components each" if config.attention in MIXTURES else ""
     lines = [
         "---", "library_name: transformers", f"pipeline_tag: {task.pipeline}", "tags:", "- mgk",
-        "- mixture-keys", *([f"datasets:\n- {settings['data']['name']}"] if settings else []), "---", "",
-        f"# {settings['recipe'] if settings else config.kind}, {config.attention}, {config.heads} heads", "",
+        "- mixture-keys", *([f"datasets:\n- {json.dumps(settings['data']['name'])}"] if settings else []), "---", "",
+        f"# {plain(settings['recipe']) if settings else config.kind}, {config.attention}, {config.heads} heads", "",
         f"A transformer with {LABELS[config.attention]} attention: {config.layers} layers of width {config.width}, "
         f"{config.heads} heads of width {config.head_dim or config.width // config.heads}{mixture}; "
         f"{parameters:,} parameters.", "",
@@ -33,22 +36,30 @@ def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None
         splits = [split for split in ("valid", "test") if result.get(split)]
         rows = [[split, *(f"{value:.4f}" for value in result[split].values())] for split in splits]
         lines += [
-            Table(["split", *result["test"]], rows).markdown(),
-            f"The checkpoint of step {result['best_step']} of {settings['steps']}, best on validation.", "",
+            Table(["split", *map(plain, result["test"])], rows).markdown(),
+            f"The checkpoint of step {result['best_step']:,d} of {settings['steps']:,d}, best on validation.", "",
         ]  # fmt: skip
     if settings:
         o = settings["optimiser"]
         lines += [
-            f"Trained on `{settings['data']['name']}` with {o['kind']} (learning rate {o['lr']}, {o['schedule']}), "
-            f"batches of {settings['data']['batch']}, seed {settings['seed']}; the full record is in `mgk_run/`.",
+            f"Trained on {plain(settings['data']['name'])} with {plain(o['kind'])} (learning rate {o['lr']:g}, "
+            f"{plain(o['schedule'])}), batches of {settings['data']['batch']:d}, seed {settings['seed']:d}; "
+            "the full record is in `mgk_run/`.",
             "",
         ]
     if record.get("starts"):
         start = record["starts"][-1]
         versions = ", ".join(f"{name} {number}" for name, number in start["versions"].items())
-        lines += [f"Trained with {versions}, commit {start['commit']}, on {start['gpu'] or start['machine']}.", ""]
+        told = [plain(value) for value in (versions, start["commit"], start["gpu"] or start["machine"])]
+        lines += ["Trained with {}, commit {}, on {}.".format(*told), ""]
     lines += [
         "```python", "import mgk.hf  # pip install 'mgk[hf]'", f"from transformers import {task.auto}", "",
         f'model = {task.auto}.from_pretrained("this folder or its name on the hub")', "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def plain(text: object) -> str:
+    """Return a text on one line, without meaning as Markdown or HTML: records may come from strangers."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    return re.sub(r"([\\`*_\[\]#|!~])", r"\\\1", html.escape(line, quote=False))

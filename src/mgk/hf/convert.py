@@ -2,6 +2,7 @@
 
     FOLDER/config.json, model.safetensors, tokenizer.json, README.md     what Transformers reads, and the model card
            mgk_run/config.json, run.json, log.jsonl, result.json, ...    the record of the run, to convert back
+           mgk_sums.json                                                 checksums of all of these but the card
 
 A weight has the same name in both, with the prefix "mgk." in the folder.
 """
@@ -9,20 +10,26 @@ A weight has the same name in both, with the prefix "mgk." in the folder.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import pickle
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from mgk.data import DataError
-from mgk.files import write_json, write_text
+from mgk.files import new_folder, read_json, write_json, write_text
 from mgk.hf.card import model_card
 from mgk.hf.config import MGKConfig
 from mgk.hf.models import CLASSES, MGKPreTrainedModel
 from mgk.hf.tokenizer import tokenizer_of
+from mgk.merge.sums import WRITTEN, check_sums, write_sums
+from mgk.ops.arguments import describe
 from mgk.train import checkpoint, load_model
 from mgk.train import config as run_config
 from mgk.train.config import Config, DataConfig
@@ -30,6 +37,8 @@ from mgk.train.data import load as load_data
 
 RECORD = "mgk_run"
 RECORDED = ("config.json", "run.json", "log.jsonl", "result.json")
+SUMMED = (*WRITTEN, "tokenizer*", "special_tokens_map.json", f"{RECORD}/*")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def from_run(run: str | Path, which: str = "best") -> MGKPreTrainedModel:
@@ -59,15 +68,23 @@ def run_to_hf(
     run, out = Path(run), empty(out)
     model = from_run(run, which)
     settings = run_config.read(run / "config.json")
-    config, starts, result = (_read(run / name) for name in ("config.json", "run.json", "result.json"))
+    names = ("config.json", "run.json", "result.json")
+    config, starts, result = (read_json(run / name) if (run / name).exists() else None for name in names)
     record = {"config": config, "result": result, **(starts or {})}
-    save_with_card(model, out, settings, data_root, record)
-    kept = out / RECORD
-    _copy(RECORDED, run, kept)
     facts = checkpoint.read_facts(run / which)
-    write_json(kept / "checkpoint.json", facts | {"which": which})
-    if state:
-        shutil.copyfile(run / which / "state.pt", kept / "state.pt")
+    with writing(out) as unfinished:
+        try:
+            save_with_card(model, unfinished, settings, data_root, record)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"{run}: expected the run.json and result.json of mgk train, got others: {error!r}"
+            ) from error
+        kept = unfinished / RECORD
+        _copy(RECORDED, run, kept)
+        write_json(kept / "checkpoint.json", facts | {"which": which})
+        if state:
+            shutil.copyfile(run / which / "state.pt", kept / "state.pt")
+        write_sums(unfinished, SUMMED)
     return out
 
 
@@ -97,6 +114,7 @@ def hf_to_run(folder: str | Path, out: str | Path, *, data: str = "") -> Path:
     """
     folder, out = Path(folder), empty(out)
     check_model(folder)
+    check_sums(folder, deep=True)
     given = MGKConfig.get_config_dict(folder)[0].get("model_type")
     if given != MGKConfig.model_type:
         raise ValueError(f"{folder}: expected a model with model_type {MGKConfig.model_type!r}, got {given!r}")
@@ -106,18 +124,47 @@ def hf_to_run(folder: str | Path, out: str | Path, *, data: str = "") -> Path:
     facts: dict[str, Any] = {"step": 0}
     if (kept / "config.json").exists():
         settings = dataclasses.replace(run_config.read(kept / "config.json"), model=model.config.to_model())
-        facts = json.loads((kept / "checkpoint.json").read_text())
+        facts = read_json(kept / "checkpoint.json")
     elif data:
         settings = Config("converted", model.config.to_model(), DataConfig(data))
     else:
         raise ValueError(f"data: expected the name of a data set, since {folder} does not come from a run, got none")
-    saved = kept / "state.pt"
-    state = torch.load(saved, map_location="cpu", weights_only=True) if saved.exists() else {}
-    _copy(RECORDED[1:], kept, out)
-    write_text(out / "config.json", run_config.dump(settings))
+    state = _state(kept / "state.pt")
+    if not isinstance(facts, dict) or type(facts.get("step")) is not int:
+        raise ValueError(f"{kept / 'checkpoint.json'}: expected the step of a checkpoint, got none")
     scores: dict[str, Any] = {name: facts[name] for name in ("valid", "best", "best_step") if name in facts}
-    checkpoint.save(out, checkpoint.Checkpoint(facts["step"], weights, state, scores), best=True)
+    with writing(out) as unfinished:
+        _copy(RECORDED[1:], kept, unfinished)
+        write_text(unfinished / "config.json", run_config.dump(settings))
+        checkpoint.save(unfinished, checkpoint.Checkpoint(facts["step"], weights, state, scores), best=True)
     return out
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """Read an optimiser's state, from tensors and plain values only; {} if there is none."""
+    if not path.exists():
+        return {}
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path}: damaged, or not the state of a run ({type(error).__name__})") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: expected the state of a run, got {describe(state)}")
+    return state
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes `out` once it is complete; a full disk is one line and leaves nothing."""
+    try:
+        with new_folder(out) as unfinished:
+            yield unfinished
+    except (OSError, SafetensorError, checkpoint.CheckpointError) as error:
+        if isinstance(error, OSError) and error.errno not in FULL:
+            raise
+        cause = error.__cause__ or error  # a CheckpointError advises to resume, which does not apply here
+        told = " ".join(str(getattr(cause, "strerror", None) or cause).split())
+        raise OSError(f"{out}: cannot be written ({told}); nothing was left there; free disk space") from None
 
 
 def most_positions(config: Any) -> int | None:
@@ -154,7 +201,3 @@ def _copy(names: Sequence[str], source: Path, target: Path) -> None:
     for name in names:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None

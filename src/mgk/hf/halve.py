@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mgk.files import write_json
-from mgk.hf.convert import empty, from_run, is_run, most_positions, save_with_card
+from mgk.hf.convert import SUMMED, empty, from_run, is_run, most_positions, save_with_card, writing
+from mgk.hf.generate import load_folder
 from mgk.merge import finetune, mean_loss, merge_heads
+from mgk.merge.sums import write_sums
 from mgk.ops.arguments import check_count
 from mgk.train import config as run_config
 from mgk.train.config import Config
@@ -56,7 +57,7 @@ def halve(
             raise ValueError(f"--from: expected a run, a folder or the name of a model on the hub, got {model_name}")
         if text is None:
             raise ValueError(f"--text: expected a file to calibrate on, as {model_name} is not a run of mgk, got none")
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
+        model, tokenizer = load_folder(model_name)
         limit = most_positions(model.config)
         if limit is not None and length > limit:
             raise ValueError(f"--length: expected at most {limit}, the positions of {model_name}, got {length}")
@@ -71,12 +72,14 @@ def halve(
         report["loss"]["tuned"] = mean_loss(small, texts.valid())
     example = next(texts.valid())
     report["milliseconds"] = [_milliseconds(each, example) for each in (model, small)]
-    if settings is not None:
-        save_with_card(small, out, settings, data_root)
-    else:
-        small.save_pretrained(out)
-        tokenizer.save_pretrained(out)  # type: ignore[union-attr]
-    write_json(out / "merge.json", report)
+    with writing(out) as unfinished:
+        if settings is not None:
+            save_with_card(small, unfinished, settings, data_root)
+        else:
+            small.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+        write_json(unfinished / "merge.json", report)
+        write_sums(unfinished, SUMMED)
     for line in lines(report):
         say(line)
     say(f"written to {out}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.config import MGKConfig
+from mgk.merge.sums import SummedModel
 from mgk.models import build
 from mgk.models.encoder import count_real
 from mgk.nn import Block, Stack
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 HEADS = ("output", "lm_head", "classifier")  # modules that `MGKModel` does not have
 
 
-class MGKPreTrainedModel(PreTrainedModel):
+class MGKPreTrainedModel(SummedModel):
     """Base class: how the models are built, loaded and initialised."""
 
     config: MGKConfig

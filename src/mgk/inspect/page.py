@@ -11,14 +11,16 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mgk.files import write_text
 from mgk.inspect.collect import Layer
 from mgk.inspect.heads import Dense, Factors, Head
 from mgk.inspect.pack import Blocks, fits_16_bits, script_safe
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 EXACT = 1024  # up to this many positions the page computes full maps (as in assets/map.js) and ranks are computed
 DENSE_LIMIT = 2048
+POINTS = 4000  # of a line in a chart, which is 520 pixels wide
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")  # not allowed in HTML or UTF-8
 SCRIPTS = ("codec", "heads", "colour", "state", "map", "inspect", "panel", "export", "report", "app")
 
@@ -146,9 +149,14 @@ class Page:
     html: str = field(repr=False)
 
     def write(self, path: str | Path) -> Path:
+        """Write the page; on an error, such as a full disk, an older file stays as it is."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.html, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, self.html)
+        except OSError as error:
+            told = f"{path}: cannot be written ({error.strerror}); free disk space or choose another file"
+            raise OSError(told) from None
         return path
 
     def _repr_html_(self) -> str:
@@ -187,7 +195,7 @@ def page(
                 progress(done, total)
         facts = {"name": model.name, "note": model.note, "tokens": list(model.tokens), "unseen": model.unseen}
         data["models"].append(facts | {"layers": layers})
-    data["report"] = [{"kind": type(block).__name__.lower(), **asdict(block)} for block in report]
+    data["report"] = [{"kind": type(block).__name__.lower(), **asdict(thinned(block))} for block in report]
     parts = {
         "title": html.escape(UNPRINTABLE.sub("\ufffd", title)),
         "style": _asset("page.css"),
@@ -196,6 +204,25 @@ def page(
         "script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
     }
     return Page(re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html")))
+
+
+def thinned(block: Block) -> Block:
+    """Return a chart with at most `POINTS` points per line; another block unchanged.
+
+    Of a longer line, each part of equal length is drawn by its first and last point, its lowest and its highest.
+    """
+    if not isinstance(block, Chart) or all(len(series.x) <= POINTS for series in block.series):
+        return block
+    lines = []
+    for series in block.series:
+        x, y = np.asarray(series.x, float), np.asarray(series.y, float)
+        if len(x) > POINTS:
+            parts = np.array_split(np.arange(len(x)), POINTS // 4)
+            kept = [{part[0], part[-1], part[y[part].argmin()], part[y[part].argmax()]} for part in parts]
+            chosen = np.array(sorted(set().union(*kept)))
+            x, y = x[chosen], y[chosen]
+        lines.append(Series(series.name, x.tolist(), y.tolist()))
+    return replace(block, series=lines)
 
 
 def write(path: str | Path, models: Sequence[Model], **options: Any) -> Path:

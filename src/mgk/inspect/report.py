@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from mgk.files import read_json
 from mgk.inspect.costs import cost_curves
 from mgk.inspect.page import Block, Chart, Model, Page, Series, page
 from mgk.inspect.rank import ranks
@@ -151,10 +151,14 @@ def comparison_page(folder: str | Path, *, text: str | None = None, data_root: P
     table = folder / "comparison.json"
     if not table.exists():
         raise ValueError(f"{folder}: expected the folder of a comparison (mgk compare), found no {table.name} in it")
-    found = json.loads(table.read_text(encoding="utf-8"))
+    found = read_json(table)
+    if not isinstance(found, dict) or not found.get("rows"):
+        raise ValueError(f"{table}: expected the rows of a comparison, got none")
     firsts = [sorted((folder / row["attention"].replace(":", "-")).glob("seed-*")) for row in found["rows"]]
     runs = [Run.open(seeds[0], data_root=data_root) for seeds in firsts if seeds]
     blocks: list[Block] = [_comparison_table(found)]
+    if not runs:
+        raise ValueError(f"{folder}: expected the folders of the runs that {table.name} names, found none")
     for event, metric, lines in _curves(_named(runs)):
         series = [Series(name, *points) for name, points in lines.items()]
         blocks.append(Chart(series, f"{event.capitalize()} {metric}", "step", metric, log_y=metric == "perplexity"))

@@ -19,6 +19,7 @@ from torch import Tensor
 from mgk.data import Prepared
 from mgk.data.listops import SYMBOLS
 from mgk.data.splits import Images, Stream
+from mgk.files import read_json
 from mgk.inspect.collect import Layer, collect
 from mgk.inspect.tokens import ByteTokenizer, WordTokenizer, article_words, listops_symbols, wikitext_words
 from mgk.ops.arguments import check_count
@@ -92,19 +93,34 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """The content of result.json, or None if the run has not finished."""
         path = self.folder / "result.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return read_json(path) if path.exists() else None
+
+    @cached_property
+    def log(self) -> list[dict[str, Any]]:
+        """The lines of the log; a last line that a crash has cut is left out."""
+        path = self.folder / "log.jsonl"
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        found = []
+        for number, line in enumerate(lines, 1):
+            try:
+                values = json.loads(line)
+                if not {"event", "step"} <= values.keys():
+                    raise ValueError
+            except (ValueError, AttributeError, RecursionError):
+                if number == len(lines):
+                    break
+                raise ValueError(f"{path}, line {number}: expected a JSON object with event and step") from None
+            found.append(values)
+        return found
 
     def curve(self, event: str, metric: str) -> tuple[list[float], list[float]]:
         """Return the steps and values of a logged metric, without values that are not finite.
 
         `event` is "train", "valid" or "test".
         """
-        path = self.folder / "log.jsonl"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
         points = [
             (float(line["step"]), float(line[metric]))
-            for line in lines
+            for line in self.log
             if line["event"] == event and math.isfinite(line.get(metric, math.nan))
         ]
         return [step for step, _ in points], [value for _, value in points]

@@ -20,6 +20,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mgk.merge.layers import transformers_layers
+from mgk.merge.sums import SummedModel
 from mgk.ops.api import mgk_attention
 from mgk.ops.common import compute_dtype
 
@@ -85,7 +86,7 @@ AttentionInterface.register(IMPLEMENTATION, mixture_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, key_mask)
 
 
-class MixtureModel(PreTrainedModel):
+class MixtureModel(SummedModel):
     """Mixin for a Transformers model class: the same model with the heads and components of `config.mixture_*`."""
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:

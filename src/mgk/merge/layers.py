@@ -130,8 +130,11 @@ class TransformersLayer(Layer):
         return [(linear.weight.mT, linear.bias) for linear in self._linears()]
 
     def inputs(self, args: Any, kwargs: dict[str, Any]) -> Inputs:
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        return x, kwargs.get("attention_mask"), kwargs.get("position_embeddings")
+        given = (
+            {**dict(zip(("hidden_states", "attention_mask"), args, strict=False)), **kwargs} if self.split else kwargs
+        )
+        x = given["hidden_states"] if "hidden_states" in given else args[0]
+        return x, given.get("attention_mask"), given.get("position_embeddings")
 
     def resize(self, heads: int, key_value_heads: int, components: int) -> None:
         """Replace the projections by those of `heads` mixture heads, with arbitrary weights, and add a prior."""
