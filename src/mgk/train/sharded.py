@@ -1,0 +1,74 @@
+"""Checkpoints of runs whose weights are sharded over processes, through `torch.distributed.checkpoint`.
+
+    step-00000500/sharded/__0_0.distcp, __1_0.distcp, ...   the shards that each process holds
+                          .metadata                         where every tensor is; written last
+                  state.pt, checkpoint.json                 as in every checkpoint
+
+Tensors have the names of `Learner.tensors`: "weights.NAME" and "optimiser.NAME.KEY". Any number of processes can read
+them, with any way of sharding, and one process can read them whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from mgk.files import checksum
+
+Tensors = dict[str, Tensor]
+
+
+def write(folder: Path, tensors: Tensors, group: Any) -> dict[str, Any]:
+    """Write the shards of this process into a folder. Collective; the first process gets the checksums of all files."""
+    dcp.save(
+        tensors,  # type: ignore[arg-type]
+        storage_writer=dcp.FileSystemWriter(folder, sync_files=True),
+        process_group=group,
+    )
+    rank = dist.get_rank(group)
+    mine = folder.glob(f"__{rank}_*.distcp")
+    sums = {f"{folder.name}/{path.name}": checksum(path) for path in mine}
+    found: list[Any] | None = [None] * dist.get_world_size(group) if rank == 0 else None
+    dist.gather_object(sums, found, group=group, group_dst=0)
+    return {name: value for part in found or [] for name, value in part.items()}
+
+
+def read(folder: Path, tensors: Tensors, group: Any) -> None:
+    """Read the shards of this process into tensors that exist. Collective."""
+    dcp.load(
+        tensors,  # type: ignore[arg-type]
+        storage_reader=dcp.FileSystemReader(folder),
+        process_group=group,
+    )
+
+
+def shapes(folder: Path) -> dict[str, Any]:
+    """Shape and type of every tensor of a checkpoint, by name."""
+    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()}  # type: ignore[union-attr]
+
+
+def read_whole(folder: Path) -> tuple[Tensors, dict[str, Any]]:
+    """Read all tensors in one process; return the weights and the state of the optimiser as `Checkpoint` has them."""
+    tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes(folder).items()}
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)  # type: ignore[arg-type]
+    return nested(tensors)
+
+
+def nested(tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """Split the tensors of `Learner.tensors` into weights by name, and optimiser state by name and key."""
+    weights: Tensors = {}
+    optimiser: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "weights":
+            weights[rest] = tensor
+        else:
+            parameter, _, key = rest.rpartition(".")
+            optimiser.setdefault(parameter, {})[key] = tensor
+    return weights, {"optimiser": optimiser}
