@@ -89,6 +89,7 @@ def run_with(
         run = stack.enter_context(Run(out, settings, resume=resume, writes=fabric.global_rank == 0))
         done = out / "result.json"
         if resume and done.exists():
+            run.tidy_finished()
             return Result(**read_json(done, "; remove it, and --resume evaluates again"))
         root = data.root_of(out, data_root)
         source = data.Source(settings, root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")

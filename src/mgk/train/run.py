@@ -67,6 +67,14 @@ class Run:
         if self.resumes:
             config.check_same(config.read(folder / "config.json"), self.config, folder)
 
+    def tidy_finished(self) -> None:
+        """Remove what a process left that was killed just after it had written the result."""
+        lock = self.folder / ".lock"
+        if self.writes and lock.exists():
+            with locked(lock, wait=False, remove=True) as ours:
+                if ours:
+                    checkpoint.recover(self.folder, self.keep)
+
     def begin(self, facts: dict[str, Any]) -> None:
         """Lock the run, repair what a killed process left, write the configuration, and append `facts` and the
         environment; raise an error if another process trains this run, or if the data has changed.
