@@ -25,8 +25,8 @@ KILLED = -signal.SIGKILL
 class Killer:
     """Counts changes below a folder, and kills this process before change number `moment`."""
 
-    def __init__(self, folder: Path, moment: int) -> None:
-        self.start, self.left = str(folder), moment
+    def __init__(self, folder: Path, moment: int, without: Path | None = None) -> None:
+        self.start, self.left, self.without = str(folder), moment, str(without)
         sys.addaudithook(self.hook)
         for module, name in ((torch, "save"), (checkpoint, "save_file")):
             setattr(module, name, self.torn(getattr(module, name)))
@@ -41,26 +41,30 @@ class Killer:
             path = arguments[0]
             name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else "/dev/"
             if not os.path.isabs(name) or name.startswith(self.start):  # shutil.rmtree names files in an open folder
-                self.count()
+                if not name.startswith(self.without):
+                    self.count()
 
     def torn(self, write: Callable[..., None]) -> Callable[..., None]:
         def call(content: Any, path: Path) -> None:
+            if str(path).startswith(self.without):
+                return write(content, path)
             self.count()
             write(content, path)
             if self.left == 1:
                 os.truncate(path, path.stat().st_size // 2)  # a change itself, before which the process dies
             else:
                 self.left -= 1
+            return None
 
         return call
 
 
-def killed(action: Callable[[], object], folder: Path, moment: int) -> bool:
+def killed(action: Callable[[], object], folder: Path, moment: int, without: Path | None = None) -> bool:
     """Do something in a forked process that is killed before a change; return whether it came that far."""
     child = os.fork()
     if child == 0:
         try:
-            Killer(folder, moment)
+            Killer(folder, moment, without)
             action()
             os._exit(0)
         except BaseException as error:
@@ -71,13 +75,26 @@ def killed(action: Callable[[], object], folder: Path, moment: int) -> bool:
     return code == KILLED
 
 
-def every_kill(action: Callable[[Path], object], folder: Path) -> Iterator[Path]:
-    """Yield a folder of its own for each change of `action(folder)`, as a kill before that change leaves it."""
+def every_kill(
+    action: Callable[[Path], object],
+    folder: Path,
+    *,
+    begin: Callable[[Path], object] = lambda folder: None,
+    without: str = "",
+    stride: int = 1,
+) -> Iterator[Path]:
+    """Yield a folder of its own for each change of `action(folder)`, as a kill before that change leaves it.
+
+    `begin` fills the folder before. `without` is a folder below whose changes do not count, `stride` the distance
+    between the changes chosen.
+    """
     moment = 1
     while True:
         here = folder / str(moment)
         here.mkdir(parents=True)
-        if not killed(lambda at=here: action(at), here, moment):  # type: ignore[misc]
+        begin(here)
+        apart = here / without if without else None
+        if not killed(lambda at=here: action(at), here, moment, apart):  # type: ignore[misc]
             return
         yield here
-        moment += 1
+        moment += stride

@@ -134,7 +134,7 @@ class Learner:
         """
         tensors = {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
         local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors.values()]
-        largest = torch.stack([t.abs().amax().to(self.device) if t.numel() else self.stop for t in local])
+        largest = torch.stack([t.abs().amax().to(self.stop) if t.numel() else self.stop for t in local])
         bad: Any = (~largest.isfinite()).float()
         if self.fabric.world_size > 1:
             bad = self.fabric.all_reduce(bad, reduce_op="sum")

@@ -10,6 +10,7 @@ them, with any way of sharding, and one process can read them whole.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def shapes(folder: Path) -> dict[str, Any]:
 def read_whole(folder: Path) -> tuple[Tensors, dict[str, Any]]:
     """Read all tensors in one process; return the weights and the state of the optimiser as `Checkpoint` has them."""
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes(folder).items()}
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)  # type: ignore[arg-type]
     return nested(tensors)
 
 
