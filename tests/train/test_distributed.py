@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from mgk.train import Config, config, evaluate, train
+from mgk.train import Config, checkpoint, config, evaluate, train
+from mgk.train import replace as change
+from mgk.train.learner import Learner
+from tests.killing import Killer
 from tests.train.common import losses, tiny
 
 PLAIN = {"model__dropout": 0.0, "model__attention_dropout": 0.0}  # dropout is drawn by each process for itself
@@ -52,11 +61,80 @@ def together(settings: Config, run: Path, data_root: Path, *, world: int = 2, re
     assert [process.exitcode for process in processes] == [0] * world
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Other threads of PyTorch do not survive a fork."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def alone(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
     train(tiny(**PLAIN, optimiser__clip=0.5), run, data_root=data_root)
     return run
+
+
+def die(rank: int, world: int, *arguments: Any, victim: int, moment: int, during: str) -> None:
+    """Train as one of several processes; the victim is killed at a step, or at a change of a file."""
+    if rank == victim and during == "step":
+        update = Learner.update
+
+        def deadly(self: Learner, step: int, batch: Any) -> None:
+            if step == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            update(self, step, batch)
+
+        Learner.update = deadly  # type: ignore[method-assign]
+    elif rank == victim:
+        Killer(arguments[2], moment)
+    worker(rank, world, *arguments)
+
+
+def killed_together(settings: Config, run: Path, data_root: Path, world: int, **death: Any) -> None:
+    """Start processes of which one is killed. The others must end, too: they cannot go on without it."""
+    port, context = free_port(), multiprocessing.get_context("fork")
+    work = partial(die, **death)
+    processes = [
+        context.Process(target=work, args=(rank, world, port, settings, run, data_root, True)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    stuck = [process for process in processes if process.is_alive()]
+    for process in stuck:
+        process.kill()
+    assert not stuck
+    assert processes[death["victim"]].exitcode == -signal.SIGKILL
+
+
+FOUR = tiny(**PLAIN, strategy="fsdp", save__steps=1, eval_every=6, steps=6, log_every=1)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_no_death_of_a_sharded_run_loses_anything(data_root: Path, tmp_path: Path) -> None:
+    """Rank 0 and another one, during a step and while a checkpoint is written; then on one and on two processes."""
+    together(FOUR, tmp_path / "undisturbed", data_root, world=4)
+    run = tmp_path / "killed"
+    for victim, moment, during in ((0, 3, "step"), (2, 4, "step"), (0, 70, "change"), (3, 2, "change")):
+        killed_together(FOUR, run, data_root, 4, victim=victim, moment=moment, during=during)
+        found = checkpoint.find(run)
+        if found is not None:
+            checkpoint.verify(found)
+    shutil.copytree(run, tmp_path / "fewer", symlinks=True)
+    shutil.copytree(run, tmp_path / "one", symlinks=True)
+    together(FOUR, run, data_root, world=4, resume=True)
+    assert losses(run) == losses(tmp_path / "undisturbed")
+    assert losses(run, "test") == losses(tmp_path / "undisturbed", "test")
+    assert {path.name for path in run.rglob("*.partial")} == set()
+    together(FOUR, tmp_path / "fewer", data_root, world=2, resume=True)
+    train(change(FOUR, strategy="auto"), tmp_path / "one", data_root=data_root, resume=True)
+    for other in ("fewer", "one"):
+        assert losses(tmp_path / other) == pytest.approx(losses(run), rel=1e-4)
+    assert (tmp_path / "one" / "last" / "model.safetensors").exists()  # and so a sharded run is exported
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])

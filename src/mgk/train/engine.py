@@ -59,6 +59,14 @@ class Result:
     peak_bytes: int = 0
     """Peak GPU memory, or on a CPU the peak memory of the process."""
 
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        advice = "; remove it, and --resume evaluates the run again"
+        try:
+            return cls(**read_json(path, advice))
+        except TypeError as error:
+            raise ValueError(f"{path}: not the result of a run ({error}){advice}") from None
+
 
 def train(
     settings: Config, out: str | Path, *, resume: bool = False, data_root: str | Path | None = None, quiet: bool = True
@@ -90,7 +98,7 @@ def run_with(
         done = out / "result.json"
         if resume and done.exists():
             run.tidy_finished()
-            return Result(**read_json(done, "; remove it, and --resume evaluates again"))
+            return Result.read(done)
         root = data.root_of(out, data_root)
         source = data.Source(settings, root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")
         learner = Learner(fabric, settings)

@@ -32,13 +32,14 @@ MARGIN = 2**20  # bytes for the small files of a checkpoint
 
 
 class Saver:
-    """Writes the checkpoints of one run."""
+    """Writes the checkpoints of one run; `background` is None where it pays: on a GPU, and for sharded weights."""
 
-    def __init__(self, fabric: Fabric, run: Run, learner: Learner) -> None:
+    def __init__(self, fabric: Fabric, run: Run, learner: Learner, *, background: bool | None = None) -> None:
         self.fabric, self.run, self.learner, self.rhythm = fabric, run, learner, run.config.save
         cuda = fabric.device.type == "cuda"
+        background = cuda or learner.sharded if background is None else background
         self.group = dist.new_group(backend="gloo") if learner.sharded else None
-        self.thread = ThreadPoolExecutor(1, "checkpoint") if cuda or learner.sharded else None
+        self.thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self.stager = DefaultStager(StagingOptions(cuda, False, False, cuda)) if self.thread is not None else None
         self.pending: Future[None] | None = None
         self.saved_at = time.monotonic()
