@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgk.train import Config, checkpoint, config, evaluate, train
+from mgk.train import Config, TrainingError, checkpoint, config, evaluate, train
 from mgk.train import replace as change
 from mgk.train.learner import Learner
 from tests.killing import Killer
@@ -43,11 +43,13 @@ def worker(rank: int, world: int, port: int, settings: Config, run: Path, data_r
     train(settings, run, data_root=data_root, resume=resume)
 
 
-def together(settings: Config, run: Path, data_root: Path, *, world: int = 2, resume: bool = False) -> None:
+def together(
+    settings: Config, run: Path, data_root: Path, *, world: int = 2, resume: bool = False, work: Any = worker
+) -> None:
     context = multiprocessing.get_context("fork")
     port = free_port()
     processes = [
-        context.Process(target=worker, args=(rank, world, port, settings, run, data_root, resume))
+        context.Process(target=work, args=(rank, world, port, settings, run, data_root, resume))
         for rank in range(world)
     ]
     for process in processes:
@@ -111,30 +113,62 @@ def killed_together(settings: Config, run: Path, data_root: Path, world: int, **
     assert processes[death["victim"]].exitcode == -signal.SIGKILL
 
 
-FOUR = tiny(**PLAIN, strategy="fsdp", save__steps=1, eval_every=6, steps=6, log_every=1)
+FOUR = tiny(**PLAIN, strategy="fsdp", save__steps=1, eval_every=4, steps=4, log_every=1)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_no_death_of_a_sharded_run_loses_anything(data_root: Path, tmp_path: Path) -> None:
-    """Rank 0 and another one, during a step and while a checkpoint is written; then on one and on two processes."""
+    """One of four processes during a step, and the first while it writes; other numbers of processes go on, too.
+
+    `python -m tests.train.trial --processes 4` kills at more places.
+    """
     together(FOUR, tmp_path / "undisturbed", data_root, world=4)
     run = tmp_path / "killed"
-    for victim, moment, during in ((0, 3, "step"), (2, 4, "step"), (0, 70, "change"), (3, 2, "change")):
+    for victim, moment, during in ((2, 2, "step"), (0, 40, "change")):
         killed_together(FOUR, run, data_root, 4, victim=victim, moment=moment, during=during)
         found = checkpoint.find(run)
-        if found is not None:
-            checkpoint.verify(found)
-    shutil.copytree(run, tmp_path / "fewer", symlinks=True)
-    shutil.copytree(run, tmp_path / "one", symlinks=True)
+        assert found is not None
+        checkpoint.verify(found)
+    for name in ("one", "two"):
+        shutil.copytree(run, tmp_path / name, symlinks=True)
     together(FOUR, run, data_root, world=4, resume=True)
     assert losses(run) == losses(tmp_path / "undisturbed")
     assert losses(run, "test") == losses(tmp_path / "undisturbed", "test")
-    assert {path.name for path in run.rglob("*.partial")} == set()
-    together(FOUR, tmp_path / "fewer", data_root, world=2, resume=True)
+    assert list(run.rglob("*.partial")) == []
+    together(FOUR, tmp_path / "two", data_root, world=2, resume=True)
     train(change(FOUR, strategy="auto"), tmp_path / "one", data_root=data_root, resume=True)
-    for other in ("fewer", "one"):
+    for other in ("one", "two"):
         assert losses(tmp_path / other) == pytest.approx(losses(run), rel=1e-4)
-    assert (tmp_path / "one" / "last" / "model.safetensors").exists()  # and so a sharded run is exported
+    assert (tmp_path / "one" / "last" / "model.safetensors").exists()  # so a sharded run is exported
+
+
+def poison(rank: int, world: int, *arguments: Any) -> None:
+    """Make one gradient of one process infinite, and check that no process has made the update."""
+    update, learners, before = Learner.update, [], []
+
+    def poisoned(self: Learner, step: int, batch: Any) -> None:
+        handle = None
+        if step == 2:
+            learners.append(self)
+            before.append({name: tensor.clone() for name, tensor in self.weights().items()})
+            if rank == 1:
+                weight = next(p for p in self.objective.parameters() if p.requires_grad)
+                handle = weight.register_hook(lambda gradient: gradient * torch.inf)
+        update(self, step, batch)
+        if handle is not None:
+            handle.remove()
+
+    Learner.update = poisoned  # type: ignore[method-assign]
+    with pytest.raises(TrainingError, match=r"^step 2: not finite"):
+        worker(rank, world, *arguments)
+    after = learners[0].weights()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before[0].items())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_gradient_that_is_not_finite_moves_no_shard(data_root: Path, tmp_path: Path) -> None:
+    together(change(FOUR, log_every=6), tmp_path / "run", data_root, work=poison)
+    assert checkpoint.steps(tmp_path / "run") == [2]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])

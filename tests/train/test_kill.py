@@ -41,20 +41,24 @@ def small_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs whose times and peak memory are 0, and whose validation scores are SCORES."""
+def make_repeatable(patch: pytest.MonkeyPatch, scores: dict[int, float]) -> None:
+    """Make the times and the peak memory of runs 0, and their validation scores these."""
     keep_best = engine.State.keep_best
 
     def keep(self: engine.State) -> bool:
-        self.valid = self.valid | {"accuracy": SCORES[self.step]}
+        self.valid = self.valid | {"accuracy": scores[self.step]}
         return keep_best(self)
 
-    monkeypatch.setattr(engine.State, "keep_best", keep)
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(engine, "peak_bytes", lambda fabric: 0)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the system does not die
-    monkeypatch.setenv("MGK_COMMIT", "1234567")
+    patch.setattr(engine.State, "keep_best", keep)
+    patch.setattr(engine.time, "perf_counter", lambda: 0.0)
+    patch.setattr(engine, "peak_bytes", lambda fabric: 0)
+    patch.setattr(os, "fsync", lambda descriptor: None)  # the system does not die
+    patch.setenv("MGK_COMMIT", "1234567")
+
+
+@pytest.fixture
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    make_repeatable(monkeypatch, SCORES)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # other threads do not survive a fork
     yield

@@ -97,16 +97,16 @@ def test_a_lock_that_its_holder_removes_is_not_held_twice(tmp_path: Path) -> Non
 
 def test_a_lock_goes_with_its_process_even_if_workers_outlive_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    end, begin = os.pipe()
+    here, there = multiprocessing.Pipe()
     with locked(path):
         if (worker := os.fork()) == 0:
-            os.close(begin)
-            os.read(end, 1)
+            there.send("it runs")
+            there.recv()
             os._exit(0)
-        os.close(end)
+        here.recv()
     with locked(path, wait=False) as ours:
         assert ours
-    os.close(begin)
+    here.send("end")
     os.waitpid(worker, 0)
 
 
