@@ -85,7 +85,7 @@ class Bench:
         self.savers[way].save(self.step, {"step": self.step}, {}, best=True)
 
     def check(self, way: str) -> float:
-        """Write a checkpoint, read it back, and raise an error if it differs; return the seconds until it is on disk."""
+        """Write a checkpoint, read it back and raise an error if it differs; return the seconds until it is on disk."""
         start = time.perf_counter()
         self.save(way)
         self.savers[way].wait()

@@ -1,7 +1,7 @@
 """Kill a program before every change that it makes to files, as an audit hook of Python sees them.
 
-Files that C++ and Rust write (`torch.save`, `save_file`) pass no audit hook. They count as two changes: before, and when
-half of the file is written.
+Files that C++ and Rust write (`torch.save`, `save_file`) pass no audit hook. They count as two changes: before, and
+when half of the file is written.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Killer:
         if event in CHANGES or (event == "open" and arguments[2] & WRITING):
             path = arguments[0]
             name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else "/dev/"
-            if not os.path.isabs(name) or name.startswith(self.start):  # shutil.rmtree names files in an open folder
-                if not name.startswith(self.without):
-                    self.count()
+            # shutil.rmtree names files relative to an open folder.
+            inside = not os.path.isabs(name) or name.startswith(self.start)
+            if inside and not name.startswith(self.without):
+                self.count()
 
     def torn(self, write: Callable[..., None]) -> Callable[..., None]:
         def call(content: Any, path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from tests.data.common import SMALL
 
 COMMAND = "mgk data prepare listops --sizes 60 20 20 --lengths 4 40"
 FILES = [f"{s}.{a}.npy" for s in ("train", "dev", "test") for a in ("tokens", "offsets", "labels")] + ["manifest.json"]
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -17,14 +17,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # imported here once, and not by every process
+import torch.distributed.fsdp
 
 from mgk.train import Config, TrainingError, checkpoint, config, evaluate, train
 from mgk.train import replace as change
+from mgk.train.fabric import library
 from mgk.train.learner import Learner
 from tests.killing import Killer
 from tests.train.common import losses, tiny
 
 PLAIN = {"model__dropout": 0.0, "model__attention_dropout": 0.0}  # dropout is drawn by each process for itself
+library()  # likewise
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -147,16 +151,13 @@ def poison(rank: int, world: int, *arguments: Any) -> None:
     update, learners, before = Learner.update, [], []
 
     def poisoned(self: Learner, step: int, batch: Any) -> None:
-        handle = None
         if step == 2:
             learners.append(self)
             before.append({name: tensor.clone() for name, tensor in self.weights().items()})
             if rank == 1:
-                weight = next(p for p in self.objective.parameters() if p.requires_grad)
-                handle = weight.register_hook(lambda gradient: gradient * torch.inf)
+                loss = self.model.loss
+                self.model.loss = lambda batch: {name: value * torch.inf for name, value in loss(batch).items()}
         update(self, step, batch)
-        if handle is not None:
-            handle.remove()
 
     Learner.update = poisoned  # type: ignore[method-assign]
     with pytest.raises(TrainingError, match=r"^step 2: not finite"):

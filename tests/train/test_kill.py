@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import mgk.data
-from mgk.train import Config, checkpoint, engine, train
+from mgk.train import checkpoint, engine, train
 from mgk.train.learner import Learner
 from tests.killing import every_kill
-from tests.train.common import LISTOPS, OPTIONS, log, tiny
+from tests.train.common import LISTOPS, OPTIONS, tiny
 
 SIZES = (24, 4, 4)
 SCORES = {1: 0.1, 2: 0.5, 3: 0.3}  # on the validation split: the best is neither the first nor the last
@@ -102,6 +102,8 @@ def test_a_kill_before_any_change_of_a_file_changes_nothing(
         run(folder)
         assert image(folder / "a run") == expected, folder
     assert kills > 60
+
+
 def wait_at_step_3(run: Path, data_root: Path, there: Any) -> None:
     """Train with workers, in a process group; at step 3, send a message and wait for an answer."""
     os.setsid()

@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time, when checkpoints are written, a full disk, damaged files, where it lies."""
+"""The folder of a run: one process at a time, the rhythm of checkpoints, full disks, damaged files, where it lies."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_full_disk_pauses_the_run_and_loses_nothing(
     assert weights(tmp_path / "run") == weights(finished)
     assert losses(tmp_path / "run") == losses(finished)
     assert len(waits) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("paused: ")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("paused until there is space")]
     assert "free disk space" in line
 
 

@@ -108,7 +108,7 @@ def write(
         kept = f"the checkpoint of step {steps(run)[-1]} is kept" if steps(run) else "there is none yet"
         raise full(
             f"{folder}: cannot write the checkpoint ({getattr(error, 'strerror', None) or error}); {kept}; "
-            "free disk space; if the run has ended, continue with --resume"
+            "free disk space and continue with --resume"
         ) from error
 
 

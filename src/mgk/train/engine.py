@@ -270,7 +270,9 @@ def fail(job: Job, now: int, step: int, where: str) -> NoReturn:
     kept = checkpoint.find(run.folder)
     good = f"step {checkpoint.read_facts(kept)['step']} is kept in {kept}" if kept else "there was no checkpoint yet"
     clip = "" if c.optimiser.clip else ", clip gradients (--optimiser.clip 1)"
-    exact = "" if c.precision == "32-true" or job.learner.device.type == "cpu" else ", or compute in --precision 32-true"
+    exact = (
+        "" if c.precision == "32-true" or job.learner.device.type == "cpu" else ", or compute in --precision 32-true"
+    )
     eps = "" if c.optimiser.eps else ", or set --optimiser.eps above 0"
     raise TrainingError(
         f"step {step}: not finite: {where}; {good}. Train in another --out with a lower --optimiser.lr (now "

@@ -51,7 +51,7 @@ class Run:
 
     @property
     def resumes(self) -> bool:
-        """Whether there is something to resume: before its first checkpoint a run may start with another configuration."""
+        """Whether there is something to resume. Before its first checkpoint a run may start with other settings."""
         if not (self.folder / "config.json").exists():
             return False
         return checkpoint.find(self.folder) is not None or (self.folder / "result.json").exists()
@@ -159,7 +159,7 @@ class Run:
                 if self.interrupted() or (isinstance(error, OSError) and error.errno not in checkpoint.FULL):
                     raise
                 if not told:
-                    print(f"paused: {error}", file=sys.stderr, flush=True)
+                    print(f"paused until there is space, or Ctrl-C: {error}", file=sys.stderr, flush=True)
                     told = True
             time.sleep(PAUSE)
 
@@ -185,6 +185,6 @@ def append(path: Path, text: str) -> None:
     except OSError as error:
         kind = DiskFullError if error.errno in checkpoint.FULL else CheckpointError
         raise kind(
-            f"{path}: cannot be written ({error.strerror}); free disk space; if the run has ended, continue from the "
-            "last checkpoint with --resume"
+            f"{path}: cannot be written ({error.strerror}); free disk space and continue from the last "
+            "checkpoint with --resume"
         ) from error

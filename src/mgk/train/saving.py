@@ -142,7 +142,7 @@ def check_space(folder: Path, needed: int) -> None:
     if free < needed:
         raise DiskFullError(
             f"{folder}: a checkpoint needs {needed / 2**20:,.0f} MiB, the disk has {free / 2**20:,.0f}; free disk "
-            "space; if the run has ended, continue from the last checkpoint with --resume"
+            "space and continue from the last checkpoint with --resume"
         )
 
 

@@ -74,7 +74,7 @@ class Watch:
 
     def _open(self) -> TextIO:
         if self.stacks is None:
-            self.stacks = open(self.path, "a")
+            self.stacks = open(self.path, "a")  # noqa: SIM115  # for as long as the watch
         return self.stacks
 
     def _look(self) -> None:
