@@ -63,7 +63,8 @@ class Bench:
         self.step = 0
         self.savers = {way: Saver(self.fabric, self.run, self.learner, background=way != WAYS[0]) for way in WAYS}
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         self.savers["sharded"].group = dist.new_group(backend="gloo")
 
     def synchronise(self) -> None:

@@ -154,7 +154,7 @@ def test_a_comparison_killed_before_any_change_of_its_own_files_ends_the_same(
 ) -> None:
     """The runs have a test of their own, tests/train/test_kill.py."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr("mgk.train.engine.time.perf_counter", lambda: 0.0)
     monkeypatch.setattr(engine, "peak_bytes", lambda fabric: 0)
 
     def run(folder: Path) -> None:

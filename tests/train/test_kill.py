@@ -50,7 +50,7 @@ def make_repeatable(patch: pytest.MonkeyPatch, scores: dict[int, float]) -> None
         return keep_best(self)
 
     patch.setattr(engine.State, "keep_best", keep)
-    patch.setattr(engine.time, "perf_counter", lambda: 0.0)
+    patch.setattr("mgk.train.engine.time.perf_counter", lambda: 0.0)
     patch.setattr(engine, "peak_bytes", lambda fabric: 0)
     patch.setattr(os, "fsync", lambda descriptor: None)  # the system does not die
     patch.setenv("MGK_COMMIT", "1234567")

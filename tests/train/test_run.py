@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import mgk.environment
 from mgk import data
@@ -23,6 +24,7 @@ from mgk.files import locked, write_text
 from mgk.inspect.runs import Run as Opened
 from mgk.train import CheckpointError, TrainingError, checkpoint, engine, evaluate, saving, train, watch
 from mgk.train import run as run_module
+from mgk.train.data import Source
 from mgk.train.fabric import launch
 from mgk.train.learner import Learner
 from tests.train.common import log, losses, prepare, tiny, weights
@@ -200,7 +202,7 @@ def test_a_full_disk_pauses_the_run_and_loses_nothing(
     if where == "space":
         monkeypatch.setattr(shutil, "disk_usage", full(shutil.disk_usage, lambda: SimpleNamespace(free=1000)))
     elif where == "checkpoint":
-        monkeypatch.setattr(checkpoint, "save_file", full(checkpoint.save_file, refused))
+        monkeypatch.setattr("mgk.train.checkpoint.save_file", full(save_file, refused))
     else:
         monkeypatch.setattr(run_module, "open", full(open, refused), raising=False)
     waits: list[float] = []
@@ -393,10 +395,10 @@ def test_the_commit_of_another_project_is_not_recorded(tmp_path: Path, monkeypat
 def test_a_spike_of_the_loss_is_logged_with_its_examples(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = engine.Learner.build
+    real = Learner.build
 
     def build(config: Any) -> Any:
-        model = loss(config)
+        model: Any = real(config)
         forward, calls = model.loss, [0]
 
         def spiked(batch: Any) -> Any:
@@ -412,7 +414,7 @@ def test_a_spike_of_the_loss_is_logged_with_its_examples(
     (line,) = log(tmp_path / "run", "spike")
     assert (line["step"], line["at"]) == (6, 5)
     config = tiny()
-    source = engine.data.Source(config, data_root)
+    source = Source(config, data_root)
     assert line["examples"] == source.batches.rows(5).tolist()
     assert line["loss"] > 3 * line["before"]
 

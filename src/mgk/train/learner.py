@@ -235,7 +235,7 @@ class Learner:
         # Fused: one kernel for all weights, which skips the update if found_inf is set.
         optimiser = kind(self.call.parameters(), rate, c.betas, c.eps, c.weight_decay, fused=True, capturable=graphs)
         self.stop = torch.zeros((), device=self.device)
-        optimiser.found_inf = self.stop  # type: ignore[union-attr]
+        optimiser.found_inf = self.stop  # type: ignore[attr-defined]
         return optimiser
 
     def _set_rate(self, rate: float) -> None:

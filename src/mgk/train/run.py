@@ -116,13 +116,13 @@ class Run:
         if not self.writes or not path.exists():
             return
         lines = path.read_bytes().splitlines(keepends=True)
-        found = [parse_line(line) for line in lines]
-        broken = [number for number, line in enumerate(found, 1) if line is None or type(line.get("step")) is not int]
-        kept = [
-            line
-            for number, (line, values) in enumerate(zip(lines, found, strict=True), 1)
-            if number not in set(broken) and values["step"] <= step and values.get("event") != "test"  # type: ignore[index]
-        ]
+        kept, broken = [], []
+        for number, line in enumerate(lines, 1):
+            values = parse_line(line)
+            if values is None or type(values.get("step")) is not int:
+                broken.append(number)
+            elif values["step"] <= step and values.get("event") != "test":
+                kept.append(line)
         if broken:
             some = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
             print(f"{path}: dropped {len(broken)} lines that cannot be read: {some}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,7 @@ class Saver:
         if self.stager is not None:
             tensors = self.stager.stage(tensors)  # type: ignore[assignment]
         if self.group is not None:
-            work = partial(self.write_shards, step, tensors, state, facts, best)
+            work: Callable[[], None] = partial(self.write_shards, step, tensors, state, facts, best)
         elif self.run.writes:
             work = partial(self.run.when_it_fits, partial(self.write, step, tensors, state, facts, best))
         else:

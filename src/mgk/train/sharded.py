@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from mgk.files import checksum
 
@@ -26,9 +28,9 @@ Tensors = dict[str, Tensor]
 
 def write(folder: Path, tensors: Tensors, group: Any) -> dict[str, Any]:
     """Write the shards of this process into a folder. Collective; the first process gets the checksums of all files."""
-    dcp.save(
+    save(
         tensors,  # type: ignore[arg-type]
-        storage_writer=dcp.FileSystemWriter(folder, sync_files=True),
+        storage_writer=FileSystemWriter(folder, sync_files=True),
         process_group=group,
     )
     rank = dist.get_rank(group)
@@ -41,16 +43,16 @@ def write(folder: Path, tensors: Tensors, group: Any) -> dict[str, Any]:
 
 def read(folder: Path, tensors: Tensors, group: Any) -> None:
     """Read the shards of this process into tensors that exist. Collective."""
-    dcp.load(
+    load(
         tensors,  # type: ignore[arg-type]
-        storage_reader=dcp.FileSystemReader(folder),
+        storage_reader=FileSystemReader(folder),
         process_group=group,
     )
 
 
 def shapes(folder: Path) -> dict[str, Any]:
     """Shape and type of every tensor of a checkpoint, by name."""
-    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()}  # type: ignore[union-attr]
 
 
@@ -59,7 +61,7 @@ def read_whole(folder: Path) -> tuple[Tensors, dict[str, Any]]:
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes(folder).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)  # type: ignore[arg-type]
+        load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)  # type: ignore[arg-type]
     return nested(tensors)
 
 
