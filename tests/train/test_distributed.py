@@ -184,21 +184,22 @@ def test_two_processes_have_the_losses_of_one(strategy: str, alone: Path, data_r
     assert measured["loss"] == pytest.approx(losses(run, "test")[0], rel=1e-5)
 
 
-def test_a_worker_that_is_killed_is_restarted_and_resumes(alone: Path, data_root: Path, tmp_path: Path) -> None:
+def test_torchrun_restarts_a_run_whose_first_process_is_killed_while_it_saves(
+    alone: Path, data_root: Path, tmp_path: Path
+) -> None:
     run, settings = tmp_path / "run", tmp_path / "config.json"
     settings.write_text(config.dump(tiny(**PLAIN, optimiser__clip=0.5)))
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from mgk.train import config, train\n"
-        "from mgk.train.learner import Learner\n"
-        "update = Learner.update\n"
-        "def deadly(self, step, batch):\n"
-        "    if step == 6 and os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "from mgk.train import checkpoint, config, train\n"
+        "save_file = checkpoint.save_file\n"
+        "def deadly(weights, path):\n"
+        "    if 'step-00000008' in str(path) and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    update(self, step, batch)\n"
-        "Learner.update = deadly\n"
+        "    save_file(weights, path)\n"
+        "checkpoint.save_file = deadly\n"
         "settings = config.read(Path(sys.argv[1]))\n"
         "train(settings, sys.argv[2], data_root=sys.argv[3], resume=True)\n"
     )

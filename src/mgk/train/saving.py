@@ -109,11 +109,12 @@ class Saver:
         checkpoint.write(self.run.folder, step, fill, facts, best=best, keep=self.run.keep)
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """Load a checkpoint into the learner; return its state besides the tensors. Collective."""
+        """Load a checkpoint into the learner; return its state, or {} if it has only weights. Collective."""
         if self.group is None or not (folder / checkpoint.SHARDED).exists():
             found = checkpoint.load(folder)
-            self.learner.load(found.weights, found.state if "optimiser" in found.state else None)
-            return found.state
+            whole = "optimiser" in found.state
+            self.learner.load(found.weights, found.state if whole else None)
+            return found.state if whole else {}
         checkpoint.verify(folder, self.fabric.global_rank, self.fabric.world_size)
         state = checkpoint.read_state(folder)
         self.learner.create_state(sharded.shapes(folder / checkpoint.SHARDED))

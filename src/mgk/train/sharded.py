@@ -17,22 +17,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from mgk.files import checksum
+from mgk.train.checkpoint import CheckpointError
 
 Tensors = dict[str, Tensor]
 
 
 def write(folder: Path, tensors: Tensors, group: Any) -> dict[str, Any]:
     """Write the shards of this process into a folder. Collective; the first process gets the checksums of all files."""
-    save(
-        tensors,  # type: ignore[arg-type]
-        storage_writer=FileSystemWriter(folder, sync_files=True),
-        process_group=group,
-    )
+    try:
+        save(
+            tensors,  # type: ignore[arg-type]
+            storage_writer=FileSystemWriter(folder, sync_files=True),
+            process_group=group,
+        )
+    except CheckpointException as error:  # every process gets it; it is no Exception
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise CheckpointError(
+            f"{folder}: process {rank} cannot write its shards ({reason}); continue with --resume"
+        ) from error
     rank = dist.get_rank(group)
     mine = folder.glob(f"__{rank}_*.distcp")
     sums = {f"{folder.name}/{path.name}": checksum(path) for path in mine}
@@ -43,11 +51,15 @@ def write(folder: Path, tensors: Tensors, group: Any) -> dict[str, Any]:
 
 def read(folder: Path, tensors: Tensors, group: Any) -> None:
     """Read the shards of this process into tensors that exist. Collective."""
-    load(
-        tensors,  # type: ignore[arg-type]
-        storage_reader=FileSystemReader(folder),
-        process_group=group,
-    )
+    try:
+        load(
+            tensors,  # type: ignore[arg-type]
+            storage_reader=FileSystemReader(folder),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"{folder}: process {rank} cannot read its shards ({reason})") from error
 
 
 def shapes(folder: Path) -> dict[str, Any]:
