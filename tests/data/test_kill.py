@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 
 from mgk import data
+from mgk.data import store
 from mgk.data.store import restore
 from tests.killing import every_kill
 
@@ -58,3 +61,28 @@ def test_a_set_killed_between_the_renames_is_found_again(tmp_path: Path) -> None
     folder.rename(folder.parent / f".{folder.name}.old")
     restore(folder)
     assert content(tmp_path / "root") == "a"
+
+
+def test_a_second_preparation_waits_for_the_first_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, root = source(tmp_path / "a", "a"), tmp_path / "root"
+    here, there = multiprocessing.Pipe()
+    if (first := os.fork()) == 0:
+        with store.locked(root / "enwik8"):
+            there.send("it prepares")
+            there.recv()
+        os._exit(0)
+    here.recv()
+    holder = store.holder
+
+    def release(path: Path) -> str:
+        found = holder(path)
+        here.send("end")
+        return found
+
+    monkeypatch.setattr(store, "holder", release)
+    data.prepare("enwik8", root=root, source=raw)
+    os.waitpid(first, 0)
+    assert f"{root / 'enwik8'}: waiting for process {first} on " in capsys.readouterr().err
+    assert content(root) == "a"
