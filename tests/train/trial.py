@@ -1,6 +1,6 @@
 """Kill training at random, again and again, and compare with an undisturbed run, bit for bit.
 
-    python -m tests.train.trial --seeds 30                    one process, at any change of a file and at any step
+    python -m tests.train.trial --seeds 30                    one process, before any change of a file
     python -m tests.train.trial --kills 20 --processes 4      four processes with sharded weights, any of them
 
 For a longer look than tests/train/test_kill.py takes.

@@ -88,9 +88,8 @@ class Run:
             self.check()  # another process may have started it since
             checkpoint.recover(self.folder, self.keep)
         path = self.folder / "run.json"
-        starts = read_json(path, "; remove it to continue without the record of earlier starts").get(
-            "starts", []
-        ) if self.resumes and path.exists() else []  # fmt: skip
+        advice = "; remove it to continue without the record of earlier starts"
+        starts = read_json(path, advice).get("starts", []) if self.resumes and path.exists() else []
         now = facts["data"]["digest"]
         before = starts[0].get("data", {}).get("digest", now) if starts else now  # older runs lack it
         if before != now:

@@ -70,7 +70,7 @@ class Saver:
         if self.run.writes:
             needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) + MARGIN
             self.run.when_it_fits(partial(check_space, self.run.folder, needed))
-        if self.stager is not None:
+        if self.stager is not None and (self.run.writes or self.group is not None):
             tensors = self.stager.stage(tensors)  # type: ignore[assignment]
         if self.group is not None:
             work: Callable[[], None] = partial(self.write_shards, step, tensors, state, facts, best)
