@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch._dynamo  # imported here once, and not by every process
 import torch.distributed.fsdp
 
-from mgk.train import Config, TrainingError, checkpoint, config, evaluate, train
+from mgk.train import CheckpointError, Config, TrainingError, checkpoint, config, evaluate, train
 from mgk.train import replace as change
 from mgk.train.fabric import library
 from mgk.train.learner import Learner
@@ -96,7 +97,8 @@ def die(rank: int, world: int, *arguments: Any, victim: int, moment: int, during
         Learner.update = deadly  # type: ignore[method-assign]
     elif rank == victim:
         Killer(arguments[2], moment)
-    worker(rank, world, *arguments)
+    with suppress(RuntimeError, CheckpointError):  # that another process is lost
+        worker(rank, world, *arguments)
 
 
 def killed_together(settings: Config, run: Path, data_root: Path, world: int, **death: Any) -> None:
