@@ -46,8 +46,8 @@ class Killer:
                 self.count()
 
     def torn(self, write: Callable[..., None]) -> Callable[..., None]:
-        def call(content: Any, path: Path) -> None:
-            if str(path).startswith(self.without):
+        def call(content: Any, path: Any) -> None:
+            if not isinstance(path, Path) or str(path).startswith(self.without):
                 return write(content, path)
             self.count()
             write(content, path)
