@@ -9,7 +9,9 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +167,42 @@ def test_checkpoints_are_written_in_their_rhythm_and_kept(
     assert checkpoint.steps(tmp_path / "run") == kept
     assert checkpoint.read_facts(tmp_path / "run" / "best")["step"] == 4
     assert checkpoint.read_facts(tmp_path / "run" / "last")["step"] == 12
+
+
+def test_a_checkpoint_in_the_background_has_the_weights_of_its_step(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written after the next update, at the latest possible time."""
+    config = tiny(**QUICK, save__newest=9)
+    train(config, tmp_path / "at once", data_root=data_root)
+    updated = threading.Event()
+    update, save = Learner.update, checkpoint.save
+
+    def noted(self: Learner, step: int, batch: Any) -> None:
+        update(self, step, batch)
+        updated.set()
+
+    def late(run: Path, content: checkpoint.Checkpoint, **options: Any) -> None:
+        assert updated.wait(60)
+        save(run, content, **options)
+
+    def stage(self: saving.Saver, tensors: Any) -> Any:
+        updated.clear()
+        if self.learner.now == 3:
+            updated.set()  # no other update follows
+        return staged(self, tensors)
+
+    staged = saving.Saver.stage
+    monkeypatch.setattr(saving.Saver, "stage", stage)
+    monkeypatch.setattr(Learner, "update", noted)
+    monkeypatch.setattr(checkpoint, "save", late)
+    monkeypatch.setattr(engine, "Saver", partial(saving.Saver, background=True))
+    train(config, tmp_path / "background", data_root=data_root)
+    for step in (2, 4):
+        one, two = (checkpoint.load(checkpoint.folder_of(tmp_path / name, step)) for name in ("at once", "background"))
+        assert one.weights.keys() == two.weights.keys()
+        assert all(torch.equal(tensor, two.weights[name]) for name, tensor in one.weights.items())
+        assert str(one.state) == str(two.state)
 
 
 def test_the_best_is_that_of_the_highest_accuracy_and_of_equals_the_first() -> None:

@@ -169,7 +169,7 @@ def load(folder: Path) -> Checkpoint:
     if (folder / SHARDED).exists():
         from mgk.train.sharded import read_whole
 
-        weights, state = read_whole(folder / SHARDED)
+        weights, state = nested(read_whole(folder / SHARDED))
     else:
         weights, state = load_file(folder / WEIGHTS), {}
     return Checkpoint(facts["step"], weights, state | read_state(folder), facts)
@@ -232,3 +232,17 @@ def unique(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
         seen.setdefault(key, name)
     return {name: weights[name].contiguous() for name in seen.values()}
+
+
+def nested(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split the tensors of `Learner.tensors` into weights by name, and optimiser state by name and key."""
+    weights: dict[str, Tensor] = {}
+    optimiser: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "weights":
+            weights[rest] = tensor
+        else:
+            parameter, _, key = rest.rpartition(".")
+            optimiser.setdefault(parameter, {})[key] = tensor
+    return weights, {"optimiser": optimiser}

@@ -133,8 +133,8 @@ class Learner:
         A gradient that is not finite makes no update, but an update can overflow, or divide by zero with an eps of 0.
         """
         tensors = {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
-        local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors.values()]
-        largest = torch.stack([t.abs().amax().to(self.stop) if t.numel() else self.stop for t in local])
+        shards = map(local, tensors.values())
+        largest = torch.stack([t.abs().amax().to(self.stop) if t.numel() else self.stop for t in shards])
         bad: Any = (~largest.isfinite()).float()
         if self.fabric.world_size > 1:
             bad = self.fabric.all_reduce(bad, reduce_op="sum")
@@ -142,7 +142,12 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and optimiser state as they are on the device, shards included, by dotted names."""
-        found = {f"weights.{name}": value.detach() for name, value in self.model.state_dict().items()}
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in seen:  # tied weights are one tensor
+                seen.add(id(value))
+                found[f"weights.{name}"] = value.detach()
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimiser.optimizer.state[parameter].items():
                 found[f"optimiser.{name}.{key}"] = value.detach()
@@ -276,6 +281,11 @@ def split(batch: Batch, pieces: int) -> list[Batch]:
         return [batch]
     parts = {name: tensor.chunk(pieces) for name, tensor in batch.items()}
     return [{name: part[i] for name, part in parts.items()} for i in range(pieces)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the shard of a tensor that this process holds, or the tensor if it is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator, no-any-return]
 
 
 def to_host(value: Tensor) -> Tensor:

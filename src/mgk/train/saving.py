@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from mgk.files import beside
-from mgk.train import checkpoint, sharded
+from mgk.train import checkpoint
 from mgk.train.checkpoint import Checkpoint, DiskFullError
-from mgk.train.learner import Learner
+from mgk.train.learner import Learner, local
 from mgk.train.run import Run
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Saver:
         background = cuda or learner.sharded if background is None else background
         self.group = dist.new_group(backend="gloo") if learner.sharded else None
         self.thread = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self.stager = DefaultStager(StagingOptions(cuda, False, False, cuda)) if self.thread is not None else None
+        self.staged: dict[str, Tensor] = {}  # on the host, used again for every checkpoint
         self.pending: Future[None] | None = None
         self.saved_at = time.monotonic()
 
@@ -70,8 +69,8 @@ class Saver:
         if self.run.writes:
             needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) + MARGIN
             self.run.when_it_fits(partial(check_space, self.run.folder, needed))
-        if self.stager is not None and (self.run.writes or self.group is not None):
-            tensors = self.stager.stage(tensors)  # type: ignore[assignment]
+        if self.thread is not None and (self.run.writes or self.group is not None):
+            tensors = self.stage(tensors)
         if self.group is not None:
             work: Callable[[], None] = partial(self.write_shards, step, tensors, state, facts, best)
         elif self.run.writes:
@@ -84,10 +83,28 @@ class Saver:
             self.pending = self.thread.submit(work)
         self.saved_at = time.monotonic()
 
+    def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy tensors to the host, to page-locked memory if they are on a GPU, so that training can change them."""
+        cuda = self.fabric.device.type == "cuda"
+        copies = {}
+        for name, tensor in tensors.items():
+            shard = local(tensor)
+            if name not in self.staged:
+                self.staged[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=cuda)
+            self.staged[name].copy_(shard, non_blocking=cuda)
+            copies[name] = self.staged[name]
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        if self.group is not None:
+            from mgk.train import sharded
+
+            return {name: sharded.like(tensors[name], copy) for name, copy in copies.items()}
+        return copies
+
     def write(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], facts: dict[str, Any], best: bool
     ) -> None:
-        weights, optimiser = sharded.nested(tensors)
+        weights, optimiser = checkpoint.nested(tensors)
         content = Checkpoint(step, weights, state | optimiser, facts)
         checkpoint.save(self.run.folder, content, best=best, keep=self.run.keep)
 
@@ -95,6 +112,8 @@ class Saver:
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], facts: dict[str, Any], best: bool
     ) -> None:
         """Write the shards of all processes; the first one writes the rest and renames the folder when all is there."""
+        from mgk.train import sharded
+
         if not self.run.writes:
             dist.barrier(self.group)
             folder = beside(checkpoint.folder_of(self.run.folder, step), "partial")
@@ -115,6 +134,8 @@ class Saver:
             whole = "optimiser" in found.state
             self.learner.load(found.weights, found.state if whole else None)
             return found.state if whole else {}
+        from mgk.train import sharded
+
         checkpoint.verify(folder, self.fabric.global_rank, self.fabric.world_size)
         state = checkpoint.read_state(folder)
         self.learner.create_state(sharded.shapes(folder / checkpoint.SHARDED))
@@ -134,8 +155,6 @@ class Saver:
     def __exit__(self, *error: object) -> None:
         if self.thread is not None:
             self.thread.shutdown(wait=True)
-        if self.stager is not None:
-            self.stager.close()
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -21,11 +21,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from mgk.files import checksum
 from mgk.train.checkpoint import CheckpointError
 
 Tensors = dict[str, Tensor]
+
+
+def like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """Return a shard of this process, on any device, as a tensor that is sharded like another one."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    return DTensor(shard, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def write(folder: Path, tensors: Tensors, group: Any) -> dict[str, Any]:
@@ -68,24 +76,10 @@ def shapes(folder: Path) -> dict[str, Any]:
     return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()}  # type: ignore[union-attr]
 
 
-def read_whole(folder: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Read all tensors in one process; return the weights and the state of the optimiser as `Checkpoint` has them."""
+def read_whole(folder: Path) -> Tensors:
+    """Read all tensors in one process."""
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes(folder).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process
         load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)  # type: ignore[arg-type]
-    return nested(tensors)
-
-
-def nested(tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
-    """Split the tensors of `Learner.tensors` into weights by name, and optimiser state by name and key."""
-    weights: Tensors = {}
-    optimiser: dict[str, Tensors] = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "weights":
-            weights[rest] = tensor
-        else:
-            parameter, _, key = rest.rpartition(".")
-            optimiser.setdefault(parameter, {})[key] = tensor
-    return weights, {"optimiser": optimiser}
+    return tensors
