@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.reproduce.grid import TASKS, Cell, Metric, Row
 from experiments.reproduce.inside import inside
-from mgk.files import read_lines, write_text
+from mgk.files import read_json, read_lines, write_text
 from mgk.train.config import check_same, from_dict, read, to_dict
 from mgk.train.evaluate import evaluate, flops
 
@@ -64,8 +64,10 @@ def score(metric: Metric, numbers: dict[str, float]) -> float:
 def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> dict[str, Any]:
     """Return the record of the finished run in the folder `run`, with the commit and GPU of each of its starts."""
     task, config = TASKS[cell.task], read(run / "config.json")
-    result = json.loads((run / "result.json").read_text())
-    starts = json.loads((run / "run.json").read_text())["starts"]
+    result = read_json(run / "result.json")
+    starts = read_json(run / "run.json").get("starts")
+    if not starts:
+        raise ValueError(f"{run / 'run.json'}: expected the starts of the run, found none")
     log, last = read_lines(run / "log.jsonl"), starts[-1]
     if len({start["data"]["digest"] for start in starts}) > 1:
         raise ValueError(f"{run}: resumed with other data than it started with; remove it to train it again")

@@ -20,7 +20,7 @@ from typing import Literal
 import mgk.data
 from experiments.reproduce import records
 from experiments.reproduce.grid import Cell
-from mgk.files import beside, locked
+from mgk.files import beside, locked, tidy
 from mgk.ops.arguments import check_count
 from mgk.recipes.runner import Deadline, Failure, Stop, run_jobs
 from mgk.train import train
@@ -134,7 +134,11 @@ def fill(cell: Cell, config: Config, session: Session) -> None:
     """Train a cell and write its record, unless another process is training it or has finished it."""
     began, run = time.monotonic(), session.runs / cell.name
     with locked(session.lock(cell), wait=False) as ours:
-        if not ours or session.finished(cell):
+        if not ours:
+            return
+        record = records.path_of(session.results, cell)
+        tidy(record.parent, record.name)  # of a process that was killed while it wrote the record
+        if session.finished(cell):
             return
         config = replace(config, workers=0, device=session.device)
         session.tell(cell, "resumes" if (run / "last").exists() else "starts")

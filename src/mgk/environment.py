@@ -38,7 +38,8 @@ def require(user: str, *packages: str) -> None:
 def commit() -> str:
     """Return the commit of this code: $MGK_COMMIT if set (for copies without .git), else that of the checkout.
 
-    A "+" marks uncommitted changes. Without a checkout the result is "unknown".
+    A "+" marks uncommitted changes. If this file is not part of a checkout the result is "unknown": a virtual
+    environment may lie in the checkout of another project.
     """
     if given := os.environ.get("MGK_COMMIT"):
         return given
@@ -48,6 +49,7 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -1,15 +1,18 @@
 """Atomic file writing: a reader finds the old content or the new, never a part of it.
 
-Content is written under a temporary name, flushed to disk and renamed.
+Content is written under a temporary name, flushed to disk and renamed. Temporary names begin with a dot and end with
+".partial" or ".old", so that `tidy` can finish or undo what a killed process left.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically."""
-    temporary = beside(path, str(os.getpid()))
+    temporary = beside(path, f"{os.getpid()}.partial")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
@@ -34,12 +37,16 @@ def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=1) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; one that is damaged is a ValueError that names it."""
+def read_json(path: Path, advice: str = "") -> dict[str, Any]:
+    """Read a JSON object; an error names the file, and `advice` follows."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON, got {' '.join(str(error).split())}") from None
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read ({reason}){advice}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}{advice}")
+    return values
 
 
 @contextmanager
@@ -47,24 +54,55 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill, which replaces `path` once it is on disk; on an error nothing changes.
 
     Only one process may write `path` at a time. A process killed between the two renames leaves the previous content
-    in `beside(path, "old")`.
+    in `beside(path, "old")`, from which `tidy` restores it.
     """
     temporary, old = beside(path, "partial"), beside(path, "old")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for file in temporary.iterdir():
-            flush(file)
-        flush(temporary)
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            os.rename(path, old)
-        os.rename(temporary, path)
-        flush(path.parent)
+        put_in_place(temporary, path)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Flush a folder to disk, then rename it to `path`; a previous content becomes `beside(path, "old")`."""
+    for file in temporary.rglob("*"):
+        flush(file)
+    flush(temporary)
+    if path.exists():
+        old = beside(path, "old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+    os.rename(temporary, path)
+    flush(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, which loses its name first: no process ever finds a part of it there."""
+    temporary = beside(path, "partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.rename(path, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def tidy(folder: Path, name: str = "*") -> None:
+    """Finish or undo what killed processes left in a folder; with `name`, only what belongs to that file or folder.
+
+    Call it only while no other process writes there: see `locked`.
+    """
+    name = name if name == "*" else glob.escape(name)
+    for old in folder.glob(f".{name}.old"):
+        original = old.with_name(old.name[1:].removesuffix(".old"))
+        if not original.exists():  # killed between the two renames of `put_in_place`
+            os.rename(old, original)
+    for left in [*folder.glob(f".{name}.*partial"), *folder.glob(f".{name}.old")]:
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def beside(path: Path, ending: str) -> Path:
@@ -74,9 +112,12 @@ def beside(path: Path, ending: str) -> Path:
 
 def point(link: Path, target: Path) -> None:
     """Make a symbolic link point to `target`, atomically."""
-    temporary = beside(link, str(os.getpid()))
+    text = os.path.relpath(target, link.parent)
+    if link.is_symlink() and os.readlink(link) == text:
+        return
+    temporary = beside(link, "partial")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+    temporary.symlink_to(text, target_is_directory=True)
     os.replace(temporary, link)
     flush(link.parent)
 
@@ -90,21 +131,72 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+_held: set[int] = set()  # descriptors of the locks of this process
+
+
+def _release_in_child() -> None:
+    """A forked process must not keep the lock of its parent, which may be killed."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold an exclusive lock on a file, which is created if missing.
+def locked(path: Path, *, wait: bool = True, remove: bool = False) -> Iterator[bool]:
+    """Hold an exclusive lock on a file, which is created if missing and says who holds it; see `holder`.
 
     Yields False, without the lock, if another process holds it and `wait` is False. The operating system releases the
-    lock when the process ends, however it ends.
+    lock when the process ends, however it ends. With `remove` the file is removed at the end.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    descriptor = _lock(path, wait)
+    if descriptor is None:
+        yield False
+        return
+    _held.add(descriptor)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield True
+    finally:
+        if descriptor in _held:  # not in a forked child, which has closed it
+            if remove:
+                path.unlink(missing_ok=True)
+            _held.remove(descriptor)
+            os.close(descriptor)
+
+
+def _lock(path: Path, wait: bool) -> int | None:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if _same(path, descriptor):
+                return descriptor
+            os.close(descriptor)  # its holder has removed it meanwhile
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return None
+            raise OSError(error.errno, f"{path}: cannot be locked ({error.strerror})") from None
+
+
+def _same(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def holder(path: Path) -> str:
+    """Who holds a lock, for a message: "process 12 on node3"."""
+    try:
+        return path.read_text(errors="replace").strip() or "another process"
+    except OSError:  # it has just ended
+        return "another process"
 
 
 def checksum(path: Path) -> dict[str, Any]:
@@ -114,12 +206,15 @@ def checksum(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a JSON-lines file up to the first broken line: a crash may have cut the last one."""
-    result = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                result.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return result
+    """Read the objects of a JSON-lines file, without lines that are broken: a crash may have cut one."""
+    found = map(parse_line, path.read_bytes().splitlines()) if path.exists() else ()
+    return [line for line in found if line is not None]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of JSON; None if it is not an object."""
+    try:
+        value = json.loads(line)
+    except ValueError:  # also what is not UTF-8
+        return None
+    return value if isinstance(value, dict) else None

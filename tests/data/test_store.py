@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +18,6 @@ from tests.data.common import SMALL
 COMMAND = "mgk data prepare listops --sizes 60 20 20 --lengths 4 40"
 FILES = [f"{s}.{a}.npy" for s in ("train", "dev", "test") for a in ("tokens", "offsets", "labels")] + ["manifest.json"]
 
-KILLED = """
-import os, sys
-from mgk import data
-from mgk.data import store
-
-root, source, moments = sys.argv[1], sys.argv[2], int(sys.argv[3])
-save, write_text, rename = store.np.save, store.write_text, os.rename
-
-
-def dying(action, left):
-    def wrapped(*arguments, **options):
-        if not left:
-            os._exit(9)
-        left.pop()
-        return action(*arguments, **options)
-    return wrapped
-
-
-for moment in range(moments):
-    if os.fork() == 0:
-        left = [None] * moment
-        store.np.save, store.write_text = dying(save, left), dying(write_text, left)
-        os.rename = dying(rename, left)
-        data.prepare("enwik8", root=root, source=source)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.wait()[1])
-    try:
-        print(code, chr(data.load("enwik8", root=root, verify=True).split("dev").tokens[0]))
-    except data.DataError as error:
-        print(code, "missing" if "is not prepared" in str(error) else error)
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -60,37 +26,6 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path, **options: Any) -> data.Prepared:
     return data.load("listops", root=folder.parent, **(SMALL | options))
-
-
-def prepare_and_kill(root: Path, letter: str, moments: int) -> list[str]:
-    """Prepare a text of one letter, killed before the first, second, ... write; return exit codes and contents."""
-    source = root.parent / letter
-    source.mkdir()
-    (source / "enwik8").write_text(letter * 100)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(root), str(source), str(moments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_a_killed_preparation_leaves_no_set_or_the_previous_one(tmp_path: Path) -> None:
-    """Three arrays, a manifest, a rename. A set is renamed before it is replaced; the next preparation restores it."""
-    root = tmp_path / "root"
-    assert prepare_and_kill(root, "a", 6) == ["9 missing"] * 5 + ["0 a"]
-    assert sorted(path.name for path in root.iterdir()) == [".enwik8.lock", "enwik8"]
-    assert prepare_and_kill(root, "b", 8) == ["9 a"] * 5 + ["9 missing"] * 2 + ["0 b"]
-    assert sorted(path.name for path in root.iterdir()) == [".enwik8.lock", "enwik8"]
-
-
-def test_a_set_killed_between_the_renames_is_found_again(folder: Path) -> None:
-    digest = load(folder).digest
-    folder.rename(folder.parent / f".{folder.name}.old")
-    data.prepare("listops", root=folder.parent, **SMALL)
-    assert load(folder, verify=True).digest == digest
 
 
 def test_the_manifest_says_what_it_is(folder: Path) -> None:

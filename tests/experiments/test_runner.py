@@ -22,11 +22,12 @@ from mgk.files import beside, locked
 from mgk.inspect.runs import Run
 from mgk.recipes import runner
 from mgk.recipes.runner import Stop
-from mgk.train import Config, evaluate, train
+from mgk.train import Config, engine, evaluate, train
 from mgk.train import replace as change
 from mgk.train.checkpoint import read_facts
 from mgk.train.learner import Learner
 from tests.experiments.common import CELLS, SMGK, small_listops
+from tests.killing import every_kill
 from tests.recipes.common import small
 from tests.train.common import tiny
 
@@ -161,6 +162,32 @@ def test_a_cell_that_dies_as_its_record_is_written_is_not_finished(
     monkeypatch.setattr(os, "replace", real)
     assert fill(tmp_path, data_root, CELLS[:1]).finished == [CELLS[0].name]
     assert len(begun) == 1  # the training itself was over
+
+
+def test_a_session_killed_before_any_change_of_a_record_ends_the_same(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs have a test of their own, tests/train/test_kill.py."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr("mgk.train.engine.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(engine, "peak_bytes", lambda fabric: 0)
+    small_listops(monkeypatch, tiny(steps=2))
+
+    def session(folder: Path) -> None:
+        fill(folder, data_root, CELLS[:1])
+
+    def values(folder: Path) -> dict[str, Any]:
+        (record,) = read_all(folder / "cells")
+        assert [path.name for path in (folder / "cells").rglob(".*")] == []
+        return {name: value for name, value in record.values.items() if name != "starts"}
+
+    session(tmp_path / "undisturbed")
+    kills = 0
+    for folder in every_kill(session, tmp_path / "killed", without=f"runs/{CELLS[0].name}"):
+        kills += 1
+        session(folder)
+        assert values(folder) == values(tmp_path / "undisturbed")
+    assert kills >= 5
 
 
 def test_a_cell_of_another_process_is_left_to_it(data_root: Path, tmp_path: Path, begun: list[Any]) -> None:

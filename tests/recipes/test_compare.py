@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from mgk.train import CheckpointError, Config, Result, engine
 from mgk.train.checkpoint import read_facts
 from mgk.train.evaluate import flops
 from mgk.train.learner import Learner
+from tests.killing import every_kill
+from tests.processes import quick_context
 from tests.train.common import prepare, tiny
 
 ATTENTIONS = ("softmax:2", "smgk:1", "mgk:1:hard")
@@ -144,6 +147,52 @@ def test_a_process_that_dies_takes_one_run_with_it(data_root: Path, tmp_path: Pa
     found = compare(config, ATTENTIONS[:1], seeds=2, out=tmp_path, jobs=2, data_root=data_root)
     assert [len(row.scores) for row in found.rows] == [1]
     assert found.failed == {str(tmp_path / "softmax-2" / "seed-0"): "its process died with exit status 11"}
+
+
+def test_a_comparison_killed_before_any_change_of_its_own_files_ends_the_same(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs have a test of their own, tests/train/test_kill.py."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr("mgk.train.engine.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(engine, "peak_bytes", lambda fabric: 0)
+
+    def run(folder: Path) -> None:
+        compare(tiny(steps=2), ATTENTIONS[:1], out=folder, data_root=data_root)
+
+    def files(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    run(tmp_path / "undisturbed")
+    kills = 0
+    for folder in every_kill(run, tmp_path / "killed", without="softmax-2"):
+        kills += 1
+        run(folder)
+        assert files(folder) == files(tmp_path / "undisturbed")
+    assert kills > 8
+
+
+def sleep_in_a_worker(there: Any) -> None:
+    there.send(os.getpid())
+    signal.pause()
+
+
+def parent_of_workers(there: Any) -> None:
+    runner.run_jobs({number: partial(sleep_in_a_worker, there) for number in range(2)}, processes=2)
+
+
+@pytest.mark.usefixtures("quick_processes")
+def test_workers_end_when_their_parent_is_killed() -> None:
+    """A pipe ends when the last process that could write to it does."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    parent = quick_context().Process(target=parent_of_workers, args=(there,))
+    parent.start()
+    there.close()
+    workers = {here.recv(), here.recv()}
+    assert parent.pid not in workers
+    parent.kill()
+    with pytest.raises(EOFError):
+        here.recv()
 
 
 def test_scores_are_in_the_order_of_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

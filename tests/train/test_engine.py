@@ -190,7 +190,7 @@ def test_a_number_that_is_not_finite_stops_with_step_layer_and_advice(
         train(tiny(log_every=4), run, data_root=data_root)
     message = str(error.value)
     assert message.startswith("step 6: not finite: layer classifier.2 (Linear); step 4 is kept in")
-    assert "Lower --optimiser.lr (now 0.01)" in message
+    assert "Train in another --out with a lower --optimiser.lr (now 0.01)" in message
     assert "--optimiser.clip 1" in message
     assert "\n" not in message
     assert json.loads((run / "last" / "checkpoint.json").read_text())["step"] == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def test_a_missing_run_or_checkpoint_is_one_line(tmp_path: Path, data_root: Path
     with pytest.raises(ValueError, match="expected the folder of a run"):
         evaluate(tmp_path)
     train(tiny(steps=2), tmp_path / "run", data_root=data_root)
-    (tmp_path / "run" / "best").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match="no checkpoint best yet"):
         evaluate(tmp_path / "run")
     with pytest.raises(ValueError, match="expected best or last"):

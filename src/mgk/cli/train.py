@@ -134,7 +134,7 @@ def evaluate(
         sliding: compute the paper's perplexity too; by default on a GPU, where it takes minutes.
         batch: windows per batch of the sliding evaluation.
         device: where to compute.
-        data_root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
+        data_root: folder of the prepared data sets; that of the run if not given.
     """
     found = mgk.train.evaluate(
         run, split=split, which=which, sliding=sliding, batch=batch, device=device, data_root=data_root, quiet=False

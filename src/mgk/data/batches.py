@@ -103,14 +103,15 @@ class Batches(_Plan):
         if step < 0:
             raise ValueError(f"step: expected at least 0, got {step}")
         mine = slice(*(self.batch_size // self.world * r for r in (self.rank, self.rank + 1)))
-        if isinstance(self.split, Stream):
-            starts = np.arange(self.batch_size) * self.track + step % self.windows * self.window
-            return self.split.batch(starts[mine], self.window)
         rows = self.rows(step)
+        if isinstance(self.split, Stream):
+            return self.split.batch(rows[mine], self.window)
         return self.split.batch(rows[mine], self._padded(self.lengths[rows]), **self.options)
 
     def rows(self, step: int) -> Array:
-        """(B,), the examples of a step over all processes."""
+        """(B,), the examples of a step over all processes; of a text, the first token of each window."""
+        if isinstance(self.split, Stream):
+            return np.arange(self.batch_size) * self.track + step % self.windows * self.window
         place = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         epoch, index = place // len(self.lengths), place % len(self.lengths)
         return np.concatenate([self._order(e)[index[epoch == e]] for e in np.unique(epoch).tolist()])

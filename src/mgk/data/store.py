@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mgk.data.splits import KINDS, AnySplit, Sequences, join
-from mgk.files import beside, checksum, new_folder, write_text
+from mgk.files import beside, checksum, holder, new_folder, tidy, write_text
 from mgk.files import locked as file_lock
 
 FORMAT = 2
@@ -116,6 +117,8 @@ def read(folder: Path, advice: str, *, verify: bool = False) -> Prepared:
         advice: the command that prepares it, for error messages.
         verify: compute all checksums now.
     """
+    if not folder.is_dir():
+        restore(folder)
     if not folder.is_dir():
         raise DataError(f"{folder.name} is not prepared in {folder.parent}; type: {advice}")
     manifest = _manifest(folder / MANIFEST, f"type: {advice}")
@@ -218,15 +221,24 @@ def write(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock on a set, so that one process prepares it at a time; restore the set of a killed preparation."""
+    lock = beside(folder, "lock")
     with ExitStack() as stack:
         try:
-            stack.enter_context(file_lock(beside(folder, "lock")))
+            if not stack.enter_context(file_lock(lock, wait=False)):
+                print(f"{folder}: waiting for {holder(lock)}, which prepares it", file=sys.stderr, flush=True)
+                stack.enter_context(file_lock(lock))
+            tidy(folder.parent, folder.name)
         except OSError as error:
             raise _unwritable(folder, error) from None
-        old = beside(folder, "old")
-        if not folder.exists() and old.exists():  # killed between the renames of new_folder
-            old.rename(folder)
         yield
+
+
+def restore(folder: Path) -> None:
+    """Put a set back in its place if a preparation was killed while it replaced the set."""
+    if beside(folder, "old").exists():
+        with file_lock(beside(folder, "lock"), wait=False) as ours:
+            if ours:
+                tidy(folder.parent, folder.name)
 
 
 def prepared(folder: str | Path | None = None) -> list[Path]:

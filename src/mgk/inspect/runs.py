@@ -25,7 +25,7 @@ from mgk.inspect.tokens import ByteTokenizer, WordTokenizer, article_words, list
 from mgk.ops.arguments import check_count
 from mgk.train import Config, load_model
 from mgk.train.config import read
-from mgk.train.data import load
+from mgk.train.data import load, root_of
 from mgk.variants import GAUSSIAN, LABELS
 
 
@@ -72,7 +72,7 @@ class Run:
 
     @cached_property
     def prepared(self) -> Prepared:
-        return load(self.config, self.data_root)
+        return load(self.config, root_of(self.folder, self.data_root))
 
     @cached_property
     def tokenizer(self) -> ByteTokenizer | WordTokenizer:

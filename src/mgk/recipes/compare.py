@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mgk.files import write_json, write_text
+from mgk.files import holder, locked, tidy, write_json, write_text
 from mgk.intervals import interval
 from mgk.ops.arguments import check_count
 from mgk.recipes.runner import Failure, Job, Stop, run_jobs
@@ -109,7 +109,29 @@ def compare(
         path: partial(finish, replace(settings[text], seed=seed), path, data_root, quiet)
         for (text, seed), path in runs.items()
     }
-    outcomes = run_all(todo, jobs)
+    lock = folder / ".lock"
+    with locked(lock, wait=False, remove=True) as ours:
+        if not ours:
+            raise ValueError(
+                f"{folder}: {holder(lock)} makes this comparison; wait until it has ended, or choose another --out"
+            )
+        tidy(folder)
+        outcomes = run_all(todo, jobs)
+        comparison = collect(config, settings, runs, outcomes)
+        if comparison.rows:  # otherwise keep the table of an earlier call
+            rows = [vars(row) for row in comparison.rows]
+            write_json(folder / "comparison.json", {"metric": comparison.metric, "rows": rows})
+            write_text(folder / "comparison.md", comparison.table() + "\n")
+    return comparison
+
+
+def collect(
+    config: Config,
+    settings: Mapping[str, Config],
+    runs: Mapping[tuple[str, int], Path],
+    outcomes: Mapping[Path, Result | Failure],
+) -> Comparison:
+    """Tabulate the outcomes of runs; `runs` has the folder of each attention and seed."""
     results = {path: outcome for path, outcome in outcomes.items() if isinstance(outcome, Result)}
     rows = []
     for text, setting in settings.items():
@@ -117,11 +139,7 @@ def compare(
         if found:
             rows.append(summary(text, setting, found))
     failed = {str(path): outcome.reason for path, outcome in outcomes.items() if isinstance(outcome, Failure)}
-    comparison = Comparison("perplexity" if config.kind == "language" else "accuracy %", rows, failed)
-    if rows:  # otherwise keep the table of an earlier call
-        write_json(folder / "comparison.json", {"metric": comparison.metric, "rows": [vars(row) for row in rows]})
-        write_text(folder / "comparison.md", comparison.table() + "\n")
-    return comparison
+    return Comparison("perplexity" if config.kind == "language" else "accuracy %", rows, failed)
 
 
 def run_all(todo: Mapping[Path, Job[Result]], jobs: int) -> dict[Path, Result | Failure]:

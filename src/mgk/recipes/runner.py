@@ -137,10 +137,19 @@ def run_in_processes(
 
 def work(sender: Connection, processes: int, job: Job[Any]) -> None:
     """Run one job in a worker process and send its outcome; send nothing if it was told to stop."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent sends SIGTERM
     share_cores(processes)
     with suppress(Stop), stoppable():
         sender.send(attempt(job))
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the parent, then kill this process: nobody would collect its outcome."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # this is a worker
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(workers: list[Any], end: float) -> None:

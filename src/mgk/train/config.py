@@ -97,6 +97,25 @@ class OptimiserConfig:
 
 
 @dataclass(frozen=True)
+class SaveConfig:
+    """When checkpoints are written, and which are kept besides the last and the best."""
+
+    steps: int = 0
+    """Steps between checkpoints. If this and `minutes` are 0, every evaluation writes one."""
+    minutes: float = 0.0
+    """Minutes between checkpoints; several processes check the time when they log."""
+    newest: int = 1
+    """Number of newest checkpoints to keep."""
+    every: int = 0
+    """Keep all checkpoints whose step is a multiple of this, too; 0 keeps no more."""
+
+    def __post_init__(self) -> None:
+        check.check_count("newest", self.newest)
+        for name in ("steps", "minutes", "every"):
+            check_number(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that determines a run."""
 
@@ -111,9 +130,11 @@ class Config:
     steps: int = 1000
     """Number of updates."""
     eval_every: int = 100
-    """Steps between evaluations; each writes a checkpoint."""
+    """Steps between evaluations."""
     eval_batches: int = 0
     """Batches per evaluation during training; 0 is the full split."""
+    save: SaveConfig = field(default_factory=SaveConfig)
+    """Checkpoints. One is also written at the end, when the run is stopped, and for a new best validation score."""
     log_every: int = 50
     """Steps between log lines. The host waits for the GPU only then."""
     seed: int = 0
@@ -134,13 +155,15 @@ class Config:
     """Processes that prepare batches; 0 prepares them in the training process."""
     tensorboard: bool = False
     """Write TensorBoard events, too."""
+    hang_minutes: float = 0.0
+    """End a process that has made no progress for this long, so that torchrun starts it again; 0 waits for ever."""
 
     def __post_init__(self) -> None:
         if type(self.model) not in MODELS.values():
             raise TypeError(f"model: expected one of {', '.join(MODELS)}, got {type(self.model).__name__}")
         for name in ("steps", "eval_every", "log_every", "accumulate"):
             check.check_count(name, getattr(self, name))
-        for name in ("seed", "workers", "eval_batches"):
+        for name in ("seed", "workers", "eval_batches", "hang_minutes"):
             check_number(name, getattr(self, name), 0)
         check_literals(self)
         if self.data.pack and self.accumulate > 1:
@@ -165,7 +188,10 @@ class Config:
 
 
 # Fields that may change when a run is resumed: they decide where and how fast it runs, not what it computes.
-FREE = ("workers", "tensorboard", "log_every", "device", "strategy", "graphs", "compile", "accumulate")
+FREE = (
+    "workers", "tensorboard", "log_every", "device", "strategy", "graphs", "compile", "accumulate", "hang_minutes",
+    "save.steps", "save.minutes", "save.newest", "save.every",
+)  # fmt: skip
 
 
 def check_number(name: str, value: object, least: float) -> None:

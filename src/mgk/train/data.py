@@ -9,6 +9,7 @@ from typing import Any
 
 import mgk.data
 from mgk.data import Batch, Batches, Evaluation, stream
+from mgk.files import read_json
 from mgk.models.config import VisionConfig
 from mgk.train.config import Config
 
@@ -47,6 +48,10 @@ class Source:
         """What identifies the data."""
         return {"name": self.prepared.name, "digest": self.prepared.digest, "options": options(self.config)}
 
+    def examples_of(self, step: int) -> list[int]:
+        """Numbers of the training examples of a step, over all processes; of a text, the first token of each window."""
+        return [int(row) for row in self.batches.rows(step)]
+
     def training(self, start: int, stop: int) -> Iterator[Batch]:
         return stream(self.batches, start, stop, workers=self.config.workers, pin=self.pin)
 
@@ -66,6 +71,19 @@ class Source:
             rank=self.rank,
             world=self.world,
         )
+
+
+def root_of(run: Path, given: str | Path | None) -> Path | None:
+    """Return the folder of prepared sets for a run: the given one, else the one it was last trained with if it exists.
+
+    None is `mgk.data.root()`.
+    """
+    if given is not None:
+        return Path(given)
+    path = run / "run.json"
+    starts = read_json(path).get("starts") or [{}] if path.exists() else [{}]
+    used = starts[-1].get("data_root")  # older runs lack it
+    return Path(used) if used and Path(used).is_dir() else None
 
 
 def load(config: Config, root: str | Path | None) -> mgk.data.Prepared:

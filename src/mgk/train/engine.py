@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import resource
 import signal
 import statistics
@@ -17,11 +16,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
-from mgk.files import write_json
+from mgk.files import read_json
 from mgk.train import checkpoint, data
 from mgk.train.config import Config
 from mgk.train.fabric import launch, leave
@@ -29,9 +28,14 @@ from mgk.train.graph import Batch, to_device
 from mgk.train.learner import Learner, find_non_finite, perplexity
 from mgk.train.progress import Progress
 from mgk.train.run import Run
+from mgk.train.saving import Saver
+from mgk.train.watch import Watch
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+
+
+SPIKE = 3.0  # a loss is logged as a spike if it is this many times the mean of the log interval before
 
 
 class TrainingError(RuntimeError):
@@ -55,6 +59,14 @@ class Result:
     peak_bytes: int = 0
     """Peak GPU memory, or on a CPU the peak memory of the process."""
 
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        advice = "; remove it, and --resume evaluates the run again"
+        try:
+            return cls(**read_json(path, advice))
+        except TypeError as error:
+            raise ValueError(f"{path}: not the result of a run ({error}){advice}") from None
+
 
 def train(
     settings: Config, out: str | Path, *, resume: bool = False, data_root: str | Path | None = None, quiet: bool = True
@@ -67,7 +79,7 @@ def train(
         settings: configuration of the run; see `mgk.recipes`.
         out: folder of the run.
         resume: continue the run in `out` from its last checkpoint, or start it if there is none.
-        data_root: folder of the prepared data sets; None is `mgk.data.root()`.
+        data_root: folder of the prepared data sets; None is `mgk.data.root()`, or that of the run that is resumed.
         quiet: show no progress.
     """
     fabric = launch(settings)
@@ -81,43 +93,59 @@ def run_with(
 ) -> Result:
     """Do the work of `train` once the processes are connected."""
     reset_peak(fabric)
-    run = Run(out, settings, resume=resume, writes=fabric.global_rank == 0)
-    done = out / "result.json"
-    if resume and done.exists():
-        return Result(**json.loads(done.read_text()))
-    source = data.Source(settings, data_root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")
-    learner = Learner(fabric, settings)
-    fabric.barrier()  # every process has read the folder before one writes to it
-    run.begin({"data": source.facts, "seed": settings.seed, "processes": fabric.world_size})
-    fabric.barrier()
-    state = State.restore(run, learner)
-    title = "/".join(out.parts[-2:])
-    progress = Progress(title, settings.steps, state.step, quiet=quiet or not run.writes)
-    with progress, Interrupt() as interrupt:
-        state = loop(fabric, settings, run, source, learner, state, progress, interrupt)
-    result = Result(
-        str(out), state.step == settings.steps, state.step, learner.parameters, state.best_step, state.best_valid
-    )
-    if result.finished:
-        learner.load(checkpoint.load(out / "best").weights)
-        scores = learner.evaluate(source.evaluation(settings.data.test))
-        run.log("test", state.step, **scores)
-        speed = statistics.median(state.speeds) if state.speeds else 0.0
-        result = dataclasses.replace(result, test=scores, seconds_per_step=speed, peak_bytes=peak_bytes(fabric))
-        if run.writes:
-            write_json(done, dataclasses.asdict(result))
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(Run(out, settings, resume=resume, writes=fabric.global_rank == 0))
+        done = out / "result.json"
+        if resume and done.exists():
+            run.tidy_finished()
+            return Result.read(done)
+        root = data.root_of(out, data_root)
+        source = data.Source(settings, root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")
+        learner = Learner(fabric, settings)
+        fabric.barrier()  # every process has read the folder before one writes to it
+        facts = {"data": source.facts, "seed": settings.seed, "processes": fabric.world_size}
+        run.begin(facts | {"data_root": str(source.prepared.path.parent.resolve())})
         fabric.barrier()
-    run.close()
+        saver = stack.enter_context(Saver(fabric, run, learner))
+        state = State.restore(run, saver)
+        title = "/".join(out.parts[-2:])
+        progress = Progress(title, settings.steps, state.step, quiet=quiet or not run.writes)
+        with progress, Interrupt() as interrupt, Watch(out, fabric.global_rank, settings.hang_minutes) as watch:
+            run.interrupted = lambda: interrupt.asked
+            state = loop(Job(fabric, settings, run, source, learner, saver, watch), state, progress, interrupt)
+        result = Result(
+            str(out), state.step == settings.steps, state.step, learner.parameters, state.best_step, state.best_valid
+        )
+        if result.finished:
+            saver.restore(checkpoint.folder_of(out, state.best_step))
+            scores = learner.evaluate(source.evaluation(settings.data.test))
+            run.log("test", state.step, **scores)
+            times = [line["seconds_per_step"] for line in run.lines("train") if "seconds_per_step" in line]
+            speed = statistics.median(times) if times else 0.0
+            result = dataclasses.replace(result, test=scores, seconds_per_step=speed, peak_bytes=peak_bytes(fabric))
+            run.finish(dataclasses.asdict(result))
+            fabric.barrier()
     return result
 
 
-def loop(
-    fabric: Fabric, c: Config, run: Run, source: data.Source, learner: Learner, state: State, progress: Progress,
-    interrupt: Interrupt,
-) -> State:  # fmt: skip
+@dataclass(frozen=True)
+class Job:
+    """The parts of a run under way."""
+
+    fabric: Fabric
+    config: Config
+    run: Run
+    source: data.Source
+    learner: Learner
+    saver: Saver
+    watch: Watch
+
+
+def loop(job: Job, state: State, progress: Progress, interrupt: Interrupt) -> State:
     """Train from the step of `state` to the last step, or until a signal."""
+    c, run, learner, saver = job.config, job.run, job.learner, job.saver
     clock = Clock()
-    for batch in source.training(state.step, c.steps):
+    for batch in job.source.training(state.step, c.steps):
         learner.update(state.step, batch)
         state.step += 1
         clock.count(batch)
@@ -125,27 +153,45 @@ def loop(
         ended = state.step == c.steps
         evaluates = ended or state.step % c.eval_every == 0
         logs = evaluates or state.step % c.log_every == 0
-        stopping = interrupt.agreed(fabric, logs)
-        if logs or stopping:
-            check_finite(fabric, run, source, learner)
+        stopping = interrupt.agreed(job.fabric, logs)
+        saves = saver.due(state.step, logs) or stopping or ended
+        if logs or saves:
+            check_finite(job, state)
+        if (slow := job.watch.beat(state.step)) is not None:
+            run.log("slow", state.step, seconds=slow, median=job.watch.median)
         if logs:
-            numbers = learner.read()
-            state.speeds.append(clock.seconds_per_step())
-            shown = numbers if learner.classifies else numbers | {"perplexity": perplexity(numbers["loss"])}
-            run.log("train", state.step, **shown, lr=learner.rate, seconds_per_step=state.speeds[-1])
-            progress.show(state.step, **score(shown), **{"tokens/s": clock.tokens_per_second()})
+            log_training(job, state, clock, progress)
+        best = False
         if evaluates:
-            state.valid = learner.evaluate(source.evaluation(c.data.valid, c.eval_batches))
+            job.watch.rest()
+            state.valid = learner.evaluate(job.source.evaluation(c.data.valid, c.eval_batches))
             run.log("valid", state.step, **state.valid)
             progress.show(state.step, **{f"valid {name}": value for name, value in score(state.valid).items()})
-            state.keep_best()
-        if evaluates or stopping:
-            save(run, learner, state, best=state.best_step == state.step)
+            best = state.keep_best()
+        if saves or best or (evaluates and saver.with_evaluations):
+            job.watch.rest()
+            save(job, state, best=best)
         if logs or stopping:
             clock.restart()
         if stopping:
             break
+    job.watch.rest()
+    saver.wait()
+    job.fabric.barrier()  # the last checkpoint is there for all processes
     return state
+
+
+def log_training(job: Job, state: State, clock: Clock, progress: Progress) -> None:
+    """Log the means since the last log line, and the examples of a step whose loss was far above those before."""
+    numbers = job.learner.read()
+    peak, at = numbers.pop("peak"), int(numbers.pop("peak_step"))
+    speed = clock.seconds_per_step()
+    shown = numbers if job.learner.classifies else numbers | {"perplexity": perplexity(numbers["loss"])}
+    job.run.log("train", state.step, **shown, lr=job.learner.rate, seconds_per_step=speed)
+    progress.show(state.step, **score(shown), **{"tokens/s": clock.tokens_per_second()})
+    if state.loss is not None and peak > SPIKE * state.loss:
+        job.run.log("spike", state.step, at=at, loss=peak, before=state.loss, examples=job.source.examples_of(at))
+    state.loss = numbers["loss"]
 
 
 @dataclass
@@ -158,58 +204,79 @@ class State:
     valid: dict[str, float] = dataclasses.field(default_factory=dict)
     """Scores of the last evaluation."""
     best_valid: dict[str, float] = dataclasses.field(default_factory=dict)
-    speeds: list[float] = dataclasses.field(default_factory=list)
+    loss: float | None = None
+    """Mean of the last log interval."""
 
     @classmethod
-    def restore(cls, run: Run, learner: Learner) -> State:
+    def restore(cls, run: Run, saver: Saver) -> State:
         """Load the last checkpoint of a run, if there is one."""
-        found = run.restore()
-        if found is None:
+        place = checkpoint.find(run.folder)
+        if place is None:
+            run.rewind(0)
             return cls()
-        if "progress" not in found.state:
+        found = saver.restore(place)
+        if "progress" not in found:
             raise checkpoint.CheckpointError(
                 f"{run.folder}: the checkpoint has no optimiser state, so the run cannot be resumed: convert it again "
                 "with mgk convert --state, or train in another --out"
             )
-        learner.load(found.weights, found.state)
-        return cls(**found.state["progress"])
+        names = {field.name for field in dataclasses.fields(cls)}
+        state = cls(**{name: value for name, value in found["progress"].items() if name in names})
+        run.rewind(state.step)
+        if state.best_step and not checkpoint.folder_of(run.folder, state.best_step).exists():
+            # Somebody has removed it, as the error for a damaged checkpoint advises. The next best takes its place.
+            run.log("note", state.step, text=f"the best checkpoint, of step {state.best_step}, is gone")
+            state.best, state.best_step, state.best_valid = float("-inf"), 0, {}
+        return state
 
-    def keep_best(self) -> None:
+    def keep_best(self) -> bool:
+        """Return whether the last evaluation is the best so far, and remember it; of equals, the first counts."""
         value = self.valid["accuracy"] if "accuracy" in self.valid else -self.valid["loss"]
-        if value > self.best:
-            self.best, self.best_step, self.best_valid = value, self.step, self.valid
+        if not value > self.best:
+            return False
+        self.best, self.best_step, self.best_valid = value, self.step, self.valid
+        return True
 
 
-def save(run: Run, learner: Learner, state: State, *, best: bool) -> None:
+def save(job: Job, state: State, *, best: bool) -> None:
+    """Write a checkpoint; raise an error if a value in it is not finite."""
+    bad = job.learner.non_finite()
+    if bad is not None:
+        fail(job, state.step, state.step - 1, f"{bad} after the update, although its gradient was finite")
     progress = dataclasses.asdict(state)
-    content = checkpoint.Checkpoint(
-        state.step,
-        learner.weights(),
-        learner.state() | {"progress": progress},
-        {"valid": state.valid, "best": state.best_valid, "best_step": state.best_step},
-    )
-    if run.writes:
-        checkpoint.save(run.folder, content, best=best)
-    learner.fabric.barrier()  # no process reads a link while it changes
+    job.saver.save(state.step, progress, {"valid": state.valid, "best": state.best_valid}, best=best)
 
 
-def check_finite(fabric: Fabric, run: Run, source: data.Source, learner: Learner) -> None:
+def check_finite(job: Job, state: State) -> None:
     """Raise an error if a gradient was not finite. The weights are still those that led to it."""
+    learner = job.learner
     step = learner.failed_at()
     if step is None:
         return
+    if learner.sharded:  # a search in one process would wait for the others
+        fail(job, state.step, step, learner.non_finite() or "a gradient")
     learner.seed(step)
     learner.objective.train()
-    with fabric.autocast():
-        where = find_non_finite(learner.objective, to_device(source.batches[step], learner.device))
-    kept = checkpoint.newest(run.folder)
+    with job.fabric.autocast():
+        where = find_non_finite(learner.objective, to_device(job.source.batches[step], learner.device))
+    fail(job, state.step, step, where)
+
+
+def fail(job: Job, now: int, step: int, where: str) -> NoReturn:
+    """Log the examples of a step that led to a value that is not finite, and raise an error with advice."""
+    c, run = job.config, job.run
+    run.log("non-finite", now, at=step, where=where, examples=job.source.examples_of(step))
+    job.saver.wait()
+    kept = checkpoint.find(run.folder)
     good = f"step {checkpoint.read_facts(kept)['step']} is kept in {kept}" if kept else "there was no checkpoint yet"
-    c = learner.config
     clip = "" if c.optimiser.clip else ", clip gradients (--optimiser.clip 1)"
-    exact = "" if c.precision == "32-true" or learner.device.type == "cpu" else ", or compute in --precision 32-true"
+    exact = (
+        "" if c.precision == "32-true" or job.learner.device.type == "cpu" else ", or compute in --precision 32-true"
+    )
+    eps = "" if c.optimiser.eps else ", or set --optimiser.eps above 0"
     raise TrainingError(
-        f"step {step}: not finite: {where}; {good}. Lower --optimiser.lr (now {c.optimiser.lr:g}), warm up longer"
-        f"{clip}{exact}"
+        f"step {step}: not finite: {where}; {good}. Train in another --out with a lower --optimiser.lr (now "
+        f"{c.optimiser.lr:g}), warm up longer{clip}{exact}{eps}"
     )
 
 

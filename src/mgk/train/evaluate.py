@@ -45,7 +45,7 @@ def evaluate(
             does so on a GPU, where it takes minutes, but not on a CPU.
         batch: windows per batch.
         device: "auto", "cpu" or "cuda".
-        data_root: folder of the prepared data sets; None is `mgk.data.root()`.
+        data_root: folder of the prepared data sets; None is the one that the run was trained with.
         quiet: show no progress.
     """
     check_count("batch", batch)
@@ -56,7 +56,7 @@ def evaluate(
     split = split or settings.data.test
     learner = Learner(launch(settings), settings)
     learner.load(saved.weights)
-    source = data.Source(settings, data_root, pin=learner.device.type == "cuda")
+    source = data.Source(settings, data.root_of(folder, data_root), pin=learner.device.type == "cuda")
     result: dict[str, Any] = {"run": str(run), "checkpoint": which, "step": saved.step, "split": split}
     measured = learner.evaluate(source.evaluation(split))
     if settings.kind != "language":
@@ -115,9 +115,10 @@ def load_model(run: str | Path, which: str = "best") -> tuple[Any, Config]:
 def existing(folder: Path, which: str) -> Path:
     if which not in ("best", "last"):
         raise ValueError(f"which: expected best or last, got {which!r}")
-    if not (folder / which).exists():
+    found = checkpoint.find(folder, which)
+    if found is None:
         raise ValueError(f"{folder}: no checkpoint {which} yet; train it first")
-    return folder / which
+    return found
 
 
 def flops(model: ModelConfig) -> int:

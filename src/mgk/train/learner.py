@@ -51,6 +51,7 @@ class Learner:
         self.optimiser: Any = fabric.setup_optimizers(self._optimiser())
         self.sums = self._zeros(SUMS)
         self.scores = self._zeros(SUMS[:3])
+        self.peak = torch.tensor([-torch.inf, -1.0], dtype=torch.float64, device=self.device)  # largest loss, its step
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
         self.now = torch.zeros((), dtype=torch.int64, device=self.device)
         # Graphs need one device, shapes that depend on the batch alone, and no read of a value on the host.
@@ -104,9 +105,11 @@ class Learner:
 
     def read(self) -> dict[str, float]:
         """Return the means since the last call, over all processes. Waits for the device."""
+        peak, step = self.peak_of_all().tolist()
+        self.peak[0] = -torch.inf
         loss, correct, count, norm, steps = self._take(self.sums)
         steps = max(steps, 1)
-        result = {"loss": loss / steps, "norm": norm / steps}
+        result = {"loss": loss / steps, "norm": norm / steps, "peak": peak, "peak_step": step}
         return result | ({"accuracy": correct / count} if self.classifies and count else {})
 
     @property
@@ -130,13 +133,46 @@ class Learner:
         step = int(self.bad_step)
         return None if step < 0 else step
 
-    def state(self) -> dict[str, Any]:
-        """State besides the weights that a resumed run needs. Collective if weights are sharded."""
-        moments = {
-            name: {key: to_host(value) for key, value in self.optimiser.optimizer.state[parameter].items()}
-            for name, parameter in self.model.named_parameters()
-        }
-        return {"optimiser": moments, "sums": {name: value.cpu().clone() for name, value in self.sums.items()}}
+    def non_finite(self) -> str | None:
+        """Return the name of a weight, or of a running mean of the optimiser, that is not finite. Waits for the device.
+
+        A gradient that is not finite makes no update, but an update can overflow, or divide by zero with an eps of 0.
+        """
+        tensors = {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
+        shards = map(local, tensors.values())
+        largest = torch.stack([t.abs().amax().to(self.stop) if t.numel() else self.stop for t in shards])
+        bad: Any = (~largest.isfinite()).float()
+        if self.fabric.world_size > 1:
+            bad = self.fabric.all_reduce(bad, reduce_op="sum")
+        return next((name for name, value in zip(tensors, bad.tolist(), strict=True) if value), None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and optimiser state as they are on the device, shards included, by dotted names."""
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in seen:  # tied weights are one tensor
+                seen.add(id(value))
+                found[f"weights.{name}"] = value.detach()
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimiser.optimizer.state[parameter].items():
+                found[f"optimiser.{name}.{key}"] = value.detach()
+        return found
+
+    def sums_of_all(self) -> dict[str, Any]:
+        """The running sums since the last log line, over all processes, for a checkpoint. Waits for the device."""
+        sums: Any = torch.stack(list(self.sums.values()))
+        if self.fabric.world_size > 1:
+            sums = self.fabric.all_reduce(sums, reduce_op="sum")
+        return {"sums": {n: v.clone() for n, v in zip(self.sums, sums.cpu(), strict=True)}, "peak": self.peak_of_all()}
+
+    def peak_of_all(self) -> Tensor:
+        """(2,), the largest loss of a step since the last log line, and that step. Waits for the device."""
+        if self.fabric.world_size == 1:
+            return self.peak.cpu().clone()
+        largest: Any = self.fabric.all_reduce(self.peak[0].clone(), reduce_op="max")
+        step: Any = torch.where(self.peak[0] == largest, self.peak[1], -1.0)
+        return torch.stack([largest, self.fabric.all_reduce(step, reduce_op="max")]).cpu()  # type: ignore[list-item]
 
     def weights(self) -> dict[str, Tensor]:
         """Weights on the host. Collective if weights are sharded."""
@@ -150,16 +186,32 @@ class Learner:
             return
         for name, parameter in self.model.named_parameters():
             self.optimiser.optimizer.state[parameter] = {
-                key: placed(value, parameter) if value.dim() else value.to("cpu" if self.sharded else self.device)
+                key: placed(value, parameter) if value.dim() else value.to(self.device)
                 for key, value in state["optimiser"][name].items()
             }
+        self.load_sums(state)
+
+    def create_state(self, shapes: dict[str, Any]) -> None:
+        """Create the optimiser's state for the tensors of a checkpoint, given by the names of `tensors`."""
+        for name, parameter in self.model.named_parameters():
+            start = f"optimiser.{name}."
+            own = self.optimiser.optimizer.state[parameter]
+            for key, (size, kind) in ((n.removeprefix(start), s) for n, s in shapes.items() if n.startswith(start)):
+                like = torch.zeros_like(parameter, dtype=kind) if size else torch.zeros((), dtype=kind)
+                own[key] = like.detach().to(self.device)
+
+    def load_sums(self, state: dict[str, Any]) -> None:
+        """Continue the sums of a checkpoint; `sums_of_all` has added those of all processes."""
         for name, value in state["sums"].items():
-            self.sums[name].copy_(value)
+            self.sums[name].copy_(value if self.fabric.global_rank == 0 else torch.zeros_like(value))
+        if "peak" in state:  # older checkpoints lack it
+            self.peak.copy_(state["peak"])
 
     def _update(self, batch: Batch) -> None:
         """Forward, backward and update on the device. Captured in a CUDA graph: no value may be read on the host."""
         self.optimiser.zero_grad(set_to_none=True)
         pieces = split(batch, self.config.accumulate)
+        before = self.sums["loss"].clone()
         for number, piece in enumerate(pieces):
             waits = self.fabric.world_size > 1 and not self.sharded and number < len(pieces) - 1
             with self.fabric.no_backward_sync(self.call, enabled=waits):
@@ -167,6 +219,8 @@ class Learner:
                 self.fabric.backward(losses["loss"] / len(pieces))
             add(self.sums, losses, losses["loss"] / len(pieces))
         gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]
+        latest = torch.stack([(self.sums["loss"] - before).double(), self.now.double()])
+        self.peak.copy_(torch.where(latest[0] > self.peak[0], latest, self.peak))
         norm = get_total_norm(gradients, foreach=True)
         if self.config.optimiser.clip:
             clip_grads_with_norm_(self.objective.parameters(), self.config.optimiser.clip, norm, foreach=True)
@@ -186,13 +240,13 @@ class Learner:
     def _optimiser(self) -> torch.optim.Optimizer:
         c, cuda = self.config.optimiser, self.device.type == "cuda"
         kind = torch.optim.AdamW if c.kind == "adamw" else torch.optim.Adam
-        fused = not self.sharded  # one kernel for all weights, which skips the update if found_inf is set
         # A CUDA graph can read a learning rate that changes only from a tensor on the device.
-        rate = torch.tensor(c.lr, device=self.device) if cuda and fused else c.lr
-        optimiser = kind(self._groups(), rate, c.betas, c.eps, c.weight_decay, fused=fused, capturable=cuda and fused)
+        graphs = cuda and not self.sharded
+        rate = torch.tensor(c.lr, device=self.device) if graphs else c.lr
+        # Fused: one kernel for all weights, which skips the update if found_inf is set.
+        optimiser = kind(self._groups(), rate, c.betas, c.eps, c.weight_decay, fused=True, capturable=graphs)
         self.stop = torch.zeros((), device=self.device)
-        if fused:
-            optimiser.found_inf = self.stop  # type: ignore[attr-defined]
+        optimiser.found_inf = self.stop  # type: ignore[attr-defined]
         return optimiser
 
     def _groups(self) -> list[Any]:
@@ -242,6 +296,11 @@ def split(batch: Batch, pieces: int) -> list[Batch]:
         return [batch]
     parts = {name: tensor.chunk(pieces) for name, tensor in batch.items()}
     return [{name: part[i] for name, part in parts.items()} for i in range(pieces)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the shard of a tensor that this process holds, or the tensor if it is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator, no-any-return]
 
 
 def to_host(value: Tensor) -> Tensor:
