@@ -73,8 +73,9 @@ def log_of_sums(lse: Tensor, query: Tensor, variance: Variance) -> Tensor:
     lse = lse.view(query.shape[:3])
     if isinstance(variance, Tensor):
         return lse
-    whole = lse - query.to(lse.dtype).square().sum(-1) / (2 * variance)
-    return whole.masked_fill(lse == -torch.inf, -torch.inf)
+    hidden = lse == -torch.inf
+    query = query.to(lse.dtype).masked_fill(hidden[..., None], 0)
+    return (lse - query.square().sum(-1) / (2 * variance)).masked_fill(hidden, -torch.inf)
 
 
 def per_head(variance: Variance, queries: Tensor) -> float | Tensor:
