@@ -71,17 +71,17 @@ def passes(problem: Problem) -> dict[str, Callable[[], Any]]:
     prior = torch.zeros(heads, components, device="cuda")
     if problem.family == "shifted":
         shift = torch.randn(heads, components, width, device="cuda")
-        tensors: tuple[Any, ...] = (query, make(batch, heads, length, width), shift, value, prior, *[None] * 4)
+        tensors: tuple[Any, ...] = (query, make(batch, heads, length, width), shift, value, prior, *[None] * 5)
         run, run_backward = operators.shifted_forward, operators.shifted_backward
     else:
-        tensors = (query, make(batch, heads, components, length, width), None, value, prior, *[None] * 5)
+        tensors = (query, make(batch, heads, components, length, width), None, value, prior, *[None] * 6)
         run, run_backward = operators.projected_forward, operators.projected_backward
-    options = width**0.5, problem.hard, problem.causal, 0.0, 0
+    options = width**0.5, problem.hard, problem.causal, 0, 0.0, 0, 0, False
     results = run(*tensors, *options)
     grad = torch.randn_like(results[0])
     return {
         "forward": lambda: run(*tensors, *options),
-        "backward": lambda: run_backward(grad, *tensors, *results, *options),
+        "backward": lambda: run_backward(grad, *tensors, results[0], *results[2:], None, *options),
     }
 
 

@@ -32,6 +32,7 @@ from mgk.ops.triton.host import dropout_numbers
 # The kernels make infinities on purpose (the log of an empty sum); numpy, which the interpreter computes with, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
+NO_MORE = 0, 0.0, 0, 0, False  # window, dropout, lengths of packed sequences, lse
 CASE = Case(B=1, H=2, M=2, Nq=37, Nk=53, D=20, Dv=12, prior="position", masked=True, seed=3)
 
 
@@ -88,6 +89,46 @@ def test_agrees_with_the_reference(case: Case) -> None:
     assert_close(case.inputs(torch.float32), case.options())
 
 
+@pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASE, H=6, G=2, prior="head"),
+        replace(CASE, H=3, G=1, variant="mgk", variance="tensor"),
+        replace(CASE, H=4, G=2, variance="tensor"),
+        replace(CASE, Nq=80, Nk=90, is_causal=True, window=1),
+        replace(CASE, variant="mgk", Nq=80, Nk=70, is_causal=True, window=21),
+        replace(CASE, H=2, G=1, M=3, Nq=40, Nk=90, is_causal=True, window=40, variance="tensor"),
+    ],
+    ids=["groups", "groups, variances", "groups, shared", "window of 1", "window, projected", "both"],
+)
+def test_grouped_queries_and_windows(case: Case, e_step: str) -> None:
+    case = replace(case, e_step=e_step)
+    assert_close(case.inputs(torch.float32), case.options() | {"key_mask": None})
+
+
+def test_a_head_that_overflows_takes_its_group_along() -> None:
+    """All of it goes to the second launch, where the gradients of the shared keys are summed."""
+    inputs = replace(CASE, H=4, G=2, masked=False, prior="head").inputs(torch.float32)
+    with torch.no_grad():
+        inputs["shift"][3] *= 30  # the last query head
+    assert_close(inputs, {})
+
+
+@pytest.mark.parametrize("window", [None, 17])
+def test_tiles_outside_the_window_are_not_visited(window: int | None) -> None:
+    """NaN in values that a causal query's tiles reach shows in all of these, as 0 * NaN is NaN."""
+    inputs = replace(CASE, Nq=96, Nk=96, prior=None).inputs(torch.float32)
+    with torch.no_grad():
+        inputs["value"][:, :, 0] = torch.nan
+    there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
+    there["query"].requires_grad_()
+    output = attend(there, "triton", is_causal=True, window=window)
+    bad = output.isnan().any(-1)
+    assert bool(bad[:, :, :17].all())
+    assert bool(bad[:, :, 48:].any()) == (window is None)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter looks for it")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -139,10 +180,10 @@ def test_each_head_takes_its_road() -> None:
     """A head whose numbers reach too far does not slow the others down, and all are right."""
     inputs = heads_of_both_roads()
     there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
-    none = (None, None, None, None)
+    none = (None, None, None, None, None)
     far = operators.shifted_forward(
         there["query"], there["key"], there["shift"], there["value"], there["log_prior"], *none, CASE.D**0.5, False,
-        False, 0.0, 0,
+        False, *NO_MORE,
     )[-1]  # fmt: skip
     assert (far[:, 0] > 0).tolist() == [False, False, True, False]
     assert_close(inputs, {})
@@ -310,7 +351,7 @@ def test_a_head_with_a_query_far_from_all_keys_is_left_to_the_second_launch() ->
     there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
     far = operators.shifted_forward(
         there["query"], there["key"], there["shift"], there["value"], there["log_prior"], None, None, None, None,
-        CASE.D**0.5, True, False, 0.0, 0,
+        None, CASE.D**0.5, True, False, *NO_MORE,
     )[-1]  # fmt: skip
     assert not far[:, 0].any()  # which programs read while others find misfits: all warps of one must read the same
     assert (far[:, 1] > 0).tolist() == [False, False, True, False]
@@ -357,7 +398,7 @@ def test_left_padding_is_no_misfit(variant: str) -> None:
         there = {name: tensor.detach().to(DEVICE) for name, tensor in inputs.items()}
         far = operators.shifted_forward(
             there["query"], there["key"], there["shift"], there["value"], there["log_prior"], mask.to(DEVICE), None,
-            None, None, CASE.D**0.5, False, True, 0.0, 0,
+            None, None, None, CASE.D**0.5, False, True, *NO_MORE,
         )[-1]  # fmt: skip
         assert not far.any()
 
@@ -476,7 +517,7 @@ def test_operators_pass_opcheck() -> None:
     key = torch.randn(1, 2, 2, 24, 16, device=DEVICE, requires_grad=True)
     shift, prior = torch.randn(2, 2, 16, device=DEVICE, requires_grad=True), torch.zeros(2, 2, device=DEVICE)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    rest = (None, None, None, None, 4.0, False, True, 0.0, 0)
+    rest = (None, None, None, None, None, 4.0, False, True, 9, 0.0, 0, 0, True)
     torch.library.opcheck(
         operators.shifted_forward.op, (query, key[:, :, 0].detach(), shift, value, prior, *rest), test_utils=tests
     )

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs, attend, cases
+from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs, attend, attend_with_lse, cases
 from tests.ops.test_precision import eager
 from tests.ops.triton_env import DEVICE, rounded_exponent, strict_memory
 
 # isort: split
+from mgk.ops.options import Options, Visibility
 from mgk.ops.triton import decode
 
 CACHE = Case(B=2, H=2, M=2, Nq=1, Nk=75, D=20, Dv=24, prior="position", masked=True, seed=3)
@@ -36,14 +37,19 @@ def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0) 
 
 
 def run(inputs: Inputs, case: Case, key_mask: Tensor | None = None) -> Tensor:
-    """Return the output of the kernels, on the CPU."""
+    return run_with_lse(inputs, case, key_mask)[0]
+
+
+def run_with_lse(inputs: Inputs, case: Case, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what the kernels compute, on the CPU."""
     there = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
     mask = case.key_mask() if key_mask is None else key_mask
-    return decode.decode_attention(
-        there["query"], there["key"], there.get("shift"), there["value"], there.get("log_prior"),
-        there.get("variance", case.D**0.5), case.e_step == "hard", case.is_causal,
-        None if mask is None else mask.to(DEVICE),
-    ).cpu()  # fmt: skip
+    visibility = Visibility(case.is_causal, case.window, None if mask is None else mask.to(DEVICE))
+    options = Options(
+        there.get("log_prior"), there.get("variance", case.D**0.5), visibility, case.e_step == "hard", return_lse=True
+    )
+    results = decode.decode_attention(there["query"], there["key"], there.get("shift"), there["value"], options)
+    return results[0].cpu(), results[1].cpu()
 
 
 def exact(inputs: Inputs, case: Case) -> Tensor:
@@ -57,13 +63,20 @@ def error(output: Tensor, target: Tensor) -> float:
 
 @given(
     case=cases(
-        Nq=st.sampled_from([1, 1, 2, 7, 16]), Nk=st.integers(1, 110), D=st.integers(1, 40), Dv=st.integers(1, 40)
-    )
-)
-def test_equals_the_formula(case: Case) -> None:
+        Nq=st.sampled_from([1, 1, 2, 7, 16]), Nk=st.integers(1, 110), D=st.integers(1, 40), Dv=st.integers(1, 40),
+        H=st.sampled_from([1, 3, 6]),
+    ),
+    group=st.sampled_from([1, 1, 3]), window=st.sampled_from([None, 1, 9, 60]),
+)  # fmt: skip
+def test_equals_the_formula(case: Case, group: int, window: int | None) -> None:
     """Exponents stay below 1e2 here, so a weight is right to 1e2 * 6e-8, and so is a mean of values of size 1."""
+    case = replace(case, G=max(1, case.H // group), window=window, is_causal=case.is_causal or window is not None)
     inputs = numbers(case)
-    torch.testing.assert_close(run(inputs, case).double(), exact(inputs, case), rtol=0, atol=2e-5)
+    double = {name: tensor.double() for name, tensor in inputs.items()}
+    output, lse = run_with_lse(inputs, case)
+    wanted, wanted_lse = attend_with_lse(double, "reference", **case.options())
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)

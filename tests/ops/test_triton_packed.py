@@ -5,7 +5,7 @@ B sequences, T rows, H heads, M components, D width of a head, Dv width of a val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,12 +17,14 @@ from torch.nn.functional import pad
 
 from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs, attend, pick_keys, pick_queries
 from tests.ops.test_precision import eager
+from tests.ops.test_varlen import packed_case, varlen
 from tests.ops.triton_env import DEVICE, assert_graph_follows, overflow_checked, rounded_exponent, strict_memory
 
 # isort: split
 from mgk.ops import dispatch
 from mgk.ops import triton as kernels
 from mgk.ops.dispatch import Tile, override
+from mgk.ops.options import Options, Rows, Visibility
 from mgk.ops.triton import operators
 from mgk.ops.triton.bias import spans
 
@@ -64,12 +66,14 @@ def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0, 
 def attend_packed(inputs: Inputs, ends: Tensor, options: dict[str, Any]) -> Tensor:
     inputs = dict(inputs)
     tensors = [inputs.pop(name) for name in ("query", "key", "shift", "value") if name in inputs]
-    function: Callable[..., Tensor] = kernels.smgk_attention if len(tensors) == 4 else kernels.mgk_attention
-    variance, causal = inputs.get("variance", tensors[0].shape[-1] ** 0.5), options.get("is_causal", False)
-    return function(
-        *tensors, inputs.get("log_prior"), variance, options.get("e_step", "soft"), causal, None,
-        options.get("dropout_p", 0.0), None, ends, LONGEST,
+    function: Any = kernels.smgk_attention if len(tensors) == 4 else kernels.mgk_attention
+    given = Options(
+        inputs.get("log_prior"), inputs.get("variance", tensors[0].shape[-1] ** 0.5),
+        Visibility(options.get("is_causal", False)), options.get("e_step", "soft") == "hard",
+        options.get("dropout_p", 0.0),
     )  # fmt: skip
+    output: Tensor = function(*tensors, given, Rows(ends, ends, LONGEST, LONGEST))[0]
+    return output
 
 
 def one_by_one(inputs: Inputs, ends: Tensor, function: Any) -> Tensor:
@@ -150,6 +154,38 @@ def test_sequences_are_as_if_alone(case: Case, e_step: str) -> None:
 
 
 @pytest.mark.parametrize("e_step", E_STEPS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASE, H=4, G=2, variant="mgk", variance="tensor"),
+        replace(CASE, H=2, G=1, prior="head", is_causal=True, window=4),
+        replace(CASE, H=2, prior="position", variance="tensor", is_causal=True, window=20),
+    ],
+    ids=["projected", "window", "shared"],
+)
+def test_queries_and_keys_of_different_lengths(case: Case, e_step: str) -> None:
+    """Through the public function, with lse, and with sequences that have no queries or no keys."""
+    inputs, where = packed_case(replace(case, e_step=e_step), [(5, 40), (0, 3), (33, 20), (4, 0), (1, 17)])
+    options = {"e_step": e_step, "is_causal": case.is_causal, "window": case.window}
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        device = DEVICE if impl == "triton" else "cpu"
+        leaves = {name: x.detach().to(device, dtype).requires_grad_() for name, x in inputs.items()}
+        there = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in where.items()}
+        output, lse = varlen(leaves, **there, **options, impl=impl, return_lse=True)
+        empty = lse == -torch.inf
+        total = (output * incoming(output)).sum() + (lse.masked_fill(empty, 0) * incoming(lse)).sum()
+        grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        results.append([x.detach().cpu().double() for x in (output, lse, *grads)])
+    for name, have, want in zip(("output", "lse", *inputs), *results, strict=True):
+        assert torch.equal(have == -torch.inf, want == -torch.inf), name
+        shown = want != -torch.inf
+        # Exponents stay below 1e2: weights are right to 1e2 * 6e-8, and gradients are sums of less than 1e2 of them.
+        error = float((have - want)[shown].abs().max())
+        assert error <= 2e-5 * (1 + float(want[shown].abs().max())), f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_large_numbers(variant: str, e_step: str) -> None:
     """Heads that reach too far for the light road."""
@@ -167,7 +203,8 @@ def test_one_head_of_one_sequence_reaches_far(variant: str) -> None:
     if variant == "smgk":
         there = [inputs[name].to(DEVICE) for name in ("query", "key", "shift", "value", "log_prior")]
         ends = ends_of(LENGTHS).to(DEVICE)
-        *_, far = operators.shifted_forward(*there, None, None, None, ends, 4.0, False, False, 0.0, LONGEST)
+        options = 4.0, False, False, 0, 0.0, LONGEST, LONGEST, False
+        *_, far = operators.shifted_forward(*there, None, None, None, ends, ends, *options)
         assert far[:, 0].nonzero().flatten().tolist() == [5]  # third sequence, second head
         assert far[:, 1].nonzero().flatten().tolist() == [0]
 
@@ -281,10 +318,10 @@ def test_sequences_come_longest_first(lengths: tuple[int, ...]) -> None:
     """130: more than one program looks at in one go."""
     found = spans(None, None, 0, 0, ends_of(lengths).to(DEVICE))
     assert found is not None
-    for (last_query, last_key, first_key, first_row, *_), length, begin in zip(
+    for (last_query, last_key, first_key, first_row, _, first_key_row), length, begin in zip(
         found.tolist(), lengths, ends_of(lengths).tolist()[:-1], strict=True
     ):
-        assert [last_query, last_key, first_key, first_row] == [length, length, 0, begin]
+        assert [last_query, last_key, first_key, first_row, first_key_row] == [length, length, 0, begin, begin]
     assert found[:, 4].tolist() == torch.argsort(torch.tensor(lengths), descending=True, stable=True).tolist()
 
 
@@ -293,14 +330,16 @@ def test_operators_pass_opcheck(variant: str) -> None:
     leaves = {name: x.to(DEVICE).requires_grad_() for name, x in numbers(replace(CASE, variant=variant)).items()}
     names = ("query", "key", "shift", "value", "log_prior")
     own = () if variant == "smgk" else (torch.ones(1, 2, device=DEVICE, requires_grad=True),)
-    tensors = *(leaves.get(name) for name in names), *own, None, None, None, ends_of(LENGTHS).to(DEVICE)
-    rest = 4.0, False, True, 0.0, LONGEST
+    ends = ends_of(LENGTHS).to(DEVICE)
+    tensors = *(leaves.get(name) for name in names), *own, None, None, None, ends, ends.clone()
+    rest = 4.0, False, True, 5, 0.0, LONGEST, LONGEST, True
     forward: Any = operators.shifted_forward if variant == "smgk" else operators.projected_forward
     backward: Any = operators.shifted_backward if variant == "smgk" else operators.projected_backward
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(forward.op, (*tensors, *rest), test_utils=tests)
     results = forward(*tensors, *rest)
-    detached = [None if x is None else x.detach() for x in (results[0], *tensors, *results)]
+    given = results[0], *tensors, results[0], *results[2:], torch.ones_like(results[1])
+    detached = [None if x is None else x.detach() for x in given]
     torch.library.opcheck(backward.op, (*detached, *rest), test_utils=tests)
 
 

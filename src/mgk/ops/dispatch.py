@@ -67,6 +67,9 @@ class Call:
     hard: bool = False
     masked: bool = False
     packed: bool = False
+    group: int = 1  # query heads that read the same keys and values
+    window: int = 0  # of a causal mask; 0: none
+    lse: bool = False  # the log of the row sums is returned
     dropout: bool = False
     variances: bool = False  # one variance per component
     shared: bool = False  # such variances with shifted keys, of the family "projected"
@@ -87,9 +90,15 @@ class Call:
         return is_narrow(self.dtype, self.components)
 
     @property
+    def only_generic(self) -> tuple[str, ...]:
+        """Features of the call that only the generic kernels have."""
+        features = {"grouped queries": self.group > 1, "a window": self.window > 0, "lse": self.lse}
+        return tuple(name for name, asked in features.items() if asked)
+
+    @property
     def short(self) -> bool:
         """Whether one program handles a head: few tiles, and sums over a key tile that fit into registers."""
-        few = not self.packed and 0 < max(self.queries, self.keys) <= SHORT
+        few = not (self.packed or self.only_generic) and 0 < max(self.queries, self.keys) <= SHORT
         small = self.block_width <= 32 and self.components * self.block_width <= 64
         return self.family == "shifted" and few and small and self.dtype == "bfloat16"
 
@@ -100,7 +109,7 @@ class Call:
 
     @property
     def plain_on_hopper(self) -> bool:
-        plain = not (self.masked or self.packed or self.dropout or self.variances)
+        plain = not (self.masked or self.packed or self.dropout or self.variances or self.only_generic)
         return self.gluon and self.capability == HOPPER and plain
 
     def on_hopper(self, widths: tuple[int, ...]) -> bool:
@@ -239,6 +248,8 @@ def plan(call: Call, impl: str = "auto") -> Plan:
     )
     if name != "triton":
         return Plan(name, reason)
+    if call.only_generic:
+        reason += f"; generic kernels for {' and '.join(call.only_generic)}"
     if decode:
         return Plan(name, reason, decode=True)
     if call.short:

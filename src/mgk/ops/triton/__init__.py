@@ -3,12 +3,15 @@
     dispatch (one level up)             which kernels and tiles a call gets
     operators                           the operators of PyTorch, with their gradients
     launch_shifted, launch_projected    allocate memory and launch what the plan says
-    shifted, projected, short           generic kernels, in Triton
+    row_sums                            the log of the row sums
+    shifted, shifted_keys, projected, projected_keys, short
+                                        generic kernels, in Triton
     hopper, hopper_backward, hopper_wide, hopper_projected, hopper_projected_keys, hopper_variances, hopper_short
                                         kernels for Hopper GPUs, in Gluon
     bias, decode, prior, linear, scan, row_loss, cross_entropy   other kernels
 
-B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+B batch, H query heads, G heads of keys and values, M components, Nq queries, Nk keys, D width of a head, Dv width of a
+value.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from mgk.ops.common import capability, dtype_name
 from mgk.ops.dispatch import TRITON_DTYPES, TRITON_WIDTH, decodes, lacks
+from mgk.ops.options import Options, Result, Rows
 from mgk.ops.triton.host import contiguous, dense, draw_seed
 from mgk.ops.triton.operators import decode_forward, projected_forward, shifted_forward
 from mgk.ops.triton.prior import prior_statistics
@@ -27,49 +31,56 @@ from mgk.ops.triton.prior import prior_statistics
 __all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
 
 
-def mgk_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variance: float | Tensor, e_step: str,
-    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
-) -> Tensor:  # fmt: skip
-    """Query (B,H,Nq,D), key (B,H,M,Nk,D), value (B,H,Nk,Dv) -> (B,H,Nq,Dv).
+def mgk_attention(query: Tensor, key: Tensor, value: Tensor, options: Options, rows: Rows | None = None) -> Result:
+    """Query (B,H,Nq,D), key (B,G,M,Nk,D), value (B,G,Nk,Dv) -> (B,H,Nq,Dv), and lse (B,H,Nq) if asked for.
 
-    With `cu_seqlens`, int32 (B+1,), the batch axis has one entry that holds packed sequences: sequence b has the rows
-    cu_seqlens[b] to cu_seqlens[b+1], at most `max_seqlen`, and attends to itself. There are no masks then, and a prior
-    per position (H,M,Np) has Np >= max_seqlen. Rows after the last sequence are ignored and get zeros.
+    With `rows`, the batch axis has one entry that holds packed sequences. There are no masks then, and a prior per
+    position (H,M,Np) has Np >= rows.max_k. Rows after the last sequence are ignored and get zeros.
     """
-    require_support(query, value)
-    tensors = query, key, value, log_prior, variance
-    number, variances = (1.0, variance.float()) if isinstance(variance, Tensor) else (variance, None)
-    if decodes(query.shape[2], needs_grad(*tensors), dropout_p > 0, query_mask is not None, cu_seqlens is not None):
-        own = variance if isinstance(variance, Tensor) else None
-        return decode_forward(query, key, None, value, log_prior, own, key_mask, number, e_step == "hard", is_causal)
-    masks = map(contiguous, (key_mask, query_mask, draw_seed(dropout_p, query), cu_seqlens))
-    result = projected_forward(
-        dense(query), dense(key), None, dense(value), contiguous(log_prior), contiguous(variances), *masks, number,
-        e_step == "hard", is_causal, dropout_p, max_seqlen,
-    )  # fmt: skip
-    return result[0]
+    return attention(query, key, None, value, options, rows)
 
 
 def smgk_attention(
-    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, variance: float | Tensor,
-    e_step: str, is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
-) -> Tensor:  # fmt: skip
-    """`mgk_attention` on the keys k_j + b_r, of key (B,H,Nk,D) and shift (H,M,D)."""
+    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, options: Options, rows: Rows | None = None
+) -> Result:
+    """`mgk_attention` on the keys k_j + b_r, of key (B,G,Nk,D) and shift (H,M,D)."""
+    return attention(query, key, shift, value, options, rows)
+
+
+def attention(
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, options: Options, rows: Rows | None
+) -> Result:
     require_support(query, value)
-    tensors = query, key, shift, value, log_prior, variance
-    hard, number = e_step == "hard", 1.0 if isinstance(variance, Tensor) else variance
-    if decodes(query.shape[2], needs_grad(*tensors), dropout_p > 0, query_mask is not None, cu_seqlens is not None):
-        own = variance if isinstance(variance, Tensor) else None
-        return decode_forward(query, key, shift, value, log_prior, own, key_mask, number, hard, is_causal)
-    masks = map(contiguous, (key_mask, query_mask, draw_seed(dropout_p, query), cu_seqlens))
-    inputs = dense(query), dense(key), shift.contiguous(), dense(value), contiguous(log_prior)
-    rest = *masks, number, hard, is_causal, dropout_p, max_seqlen
-    if isinstance(variance, Tensor):  # q.k / s2_r differs between the components: the exponentials do not factor
-        return projected_forward(*inputs, variance.float().contiguous(), *rest)[0]
-    return shifted_forward(*inputs, *rest)[0]
+    log_prior, variance, (is_causal, window, key_mask, query_mask), hard, dropout_p, return_lse = options
+    number, variances = (1.0, variance) if isinstance(variance, Tensor) else (variance, None)
+    grad = needs_grad(query, key, shift, value, log_prior, variance)
+    if decodes(query.shape[2], grad, dropout_p > 0, query_mask is not None, rows is not None):
+        mask_and_options = key_mask, number, hard, is_causal, window or 0, return_lse
+        output, lse = decode_forward(query, key, shift, value, log_prior, variances, *mask_and_options)
+        return output, lse if return_lse else None
+    seed = draw_seed(dropout_p, query)
+    ends = (None, None) if rows is None else (rows.queries.contiguous(), rows.keys.contiguous())
+    most = (0, 0) if rows is None else (rows.max_q, rows.max_k)
+    masks = contiguous(key_mask), contiguous(query_mask), seed, *ends
+    rest = number, hard, is_causal, window or 0, dropout_p, *most, return_lse
+    inputs = dense(query), dense(key), contiguous(shift), dense(value), contiguous(log_prior)
+    if shift is not None and variances is None:
+        output, lse, *_ = shifted_forward(*inputs, *masks, *rest)
+    else:  # q.k / s2_r differs between the components of shifted keys: the exponentials do not factor
+        own = None if variances is None else variances.float().contiguous()
+        output, lse, *_ = projected_forward(*inputs, own, *masks, *rest)
+    return output, whole_lse(lse, query, options) if return_lse else None
+
+
+def whole_lse(lse: Tensor, query: Tensor, options: Options) -> Tensor:
+    """Add what the kernels leave out with one variance, -|q|^2 / (2 s2), to the log of the row sums (B,H,Nq)."""
+    variance, query_mask, hidden = options.variance, options.visibility.query_mask, lse == -torch.inf
+    if query_mask is not None:
+        hidden = hidden | ~query_mask[:, None]
+    if not isinstance(variance, Tensor):
+        query = query.float().masked_fill(hidden[..., None], 0)
+        lse = lse - query.masked_fill(query.isinf(), torch.nan).square().sum(-1) / (2 * variance)
+    return lse.masked_fill(hidden, -torch.inf)
 
 
 def needs_grad(*inputs: object) -> bool:

@@ -4,7 +4,8 @@ For keys: log_w[j,r] = log prior[j,r] - |k_jr|^2 / (2 s2_r). For shifted keys al
 log_u[i,r] = q_i.b_r / s2 and rho = u_r / u_0. Logarithms are to the base 2. `spans` finds the last unmasked query and
 key of each batch, so that the attention kernels skip padding.
 
-B batch, H heads, M components, Nq queries, Nk keys (Nq' and Nk' padded), D width of a head, G = B H.
+B batch, H query heads, of which GROUP read the same head of keys, M components, Nq queries, Nk keys (Nq' and Nk'
+padded), D width of a head, G = B H.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mgk.ops.dispatch import block_width
 from mgk.ops.triton.host import as_bytes
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.loads import constants, head_pointer, load_shift
-from mgk.ops.triton.primitives import FIELDS, LOG2E, NEVER, finite, load_tile, sequence
+from mgk.ops.triton.primitives import FIELDS, LOG2E, NEVER, finite, key_origin, load_tile, sequence
 
 # The fast path multiplies w[j] <= 2^4 with exponentials. With every w at least 2^-FAST_KEYS and every rho between
 # 2^-FAST_ROWS and 2^FAST_ROWS, a row's sum with a running maximum is at least 2^-100, and an exponential with a
@@ -75,17 +76,18 @@ def bias_kernel(
 ):  # fmt: skip
     """Store log_w, -inf for masked keys, in KEYS (G,M,Nk') and w in bfloat16 in FACTORS (G,M,Nk').
 
-    OVERFLOW (G,2), zero before, gets a 1 in its first column for a head with a w that is out of range for the fast
-    path. The forward pass writes the second column. SPAN is passed for packed rows alone.
+    OVERFLOW (G/GROUP,2), zero before, gets a 1 in its first column for a head with a w that is out of range for the
+    fast path. The forward pass writes the second column. SPAN is passed for packed rows alone.
     """
     blocks = tl.cdiv(padded_keys, S.BN)
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_b, i_h, o_n = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_n * S.BN + tl.arange(0, S.BN)
     positions = num_keys
-    origin, _, num_keys = sequence(SPAN, i_b, num_keys, num_keys, SPAN is not None)
+    _, _, num_keys = sequence(SPAN, i_b, num_keys, num_keys, SPAN is not None)
+    origin = key_origin(SPAN, i_b, SPAN is not None)
     log_w = key_weights(
-        head_pointer(K, sk, origin, i_h), SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, i_n * S.BN, num_keys,
-        positions, sk[2], sk[3], S.D, S.BD, S.M, S.PRIOR_AXES, S.BN,
+        head_pointer(K, sk, origin, i_h // S.GROUP), SHIFT, PRIOR, VARIANCE, inverse_variance, i_h, i_n * S.BN,
+        num_keys, positions, sk[2], sk[3], S.D, S.BD, S.M, S.PRIOR_AXES, S.BN,
     )  # fmt: skip
     visible = visible_keys(MASK, i_b, o_n, num_keys, MASK is not None)
     for r in tl.static_range(S.M):
@@ -96,7 +98,7 @@ def bias_kernel(
             tl.store(FACTORS + o_keys, w, mask=o_n < padded_keys)
             fits = (log_w[r] <= 4.0) & (log_w[r] >= -FAST_KEYS)  # NaN does not
             if tl.max((visible & ~fits).to(tl.int32), 0) > 0:
-                tl.store(OVERFLOW + 2 * i_bh, 1.0)
+                tl.store(OVERFLOW + 2 * (i_bh // S.GROUP), 1.0)
 
 
 @triton.jit
@@ -104,7 +106,7 @@ def shifted_bias_block(
     i_block, i_bh, Q, K, SHIFT, PRIOR, MASK, KEYS, FACTORS, ROWS, OVERFLOW, inverse_variance, highest, sqb, sqh,
     sqn, skb, skh, skn, H, num_queries, num_keys, padded_queries, padded_keys, D: tl.constexpr, BD: tl.constexpr,
     M: tl.constexpr, HEAD_PRIOR: tl.constexpr, POSITION_PRIOR: tl.constexpr, MASKED: tl.constexpr, HARD: tl.constexpr,
-    NARROW: tl.constexpr, BN: tl.constexpr, SPAN=None,
+    NARROW: tl.constexpr, BN: tl.constexpr, SPAN=None, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """Do the work of `shifted_bias_kernel` for one block of keys or, from `key_blocks` on, of queries."""
     key_blocks, positions = padded_keys // BN, num_keys
@@ -112,9 +114,10 @@ def shifted_bias_block(
     origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, SPAN is not None)
     if i_block < key_blocks:
         o_n = i_block * BN + tl.arange(0, BN)
+        first = key_origin(SPAN, i_b, SPAN is not None)
         log_w = key_weights(
-            K + origin * skb + i_h * skh, SHIFT, PRIOR, None, inverse_variance, i_h, i_block * BN, num_keys, positions,
-            skn, 0, D, BD, M, 2 if HEAD_PRIOR else 3 if POSITION_PRIOR else 0, BN,
+            K + first * skb + i_h // GROUP * skh, SHIFT, PRIOR, None, inverse_variance, i_h, i_block * BN, num_keys,
+            positions, skn, 0, D, BD, M, 2 if HEAD_PRIOR else 3 if POSITION_PRIOR else 0, BN,
         )  # fmt: skip
         top = 0.0
         if HEAD_PRIOR:  # a factor of the full head cancels; this one puts the largest weight near 1
@@ -135,7 +138,7 @@ def shifted_bias_block(
                 tl.store(FACTORS + (i_bh.to(tl.int64) * M + r) * padded_keys + o_n, w.to(tl.bfloat16))
             tl.store(p_keys + (1 + M + r) * padded_keys, tl.where(visible, log_w[r] - top, NEVER))
         if tl.max((visible & ~(fits & (largest >= -FAST_KEYS))).to(tl.int32), 0) > 0:
-            tl.store(OVERFLOW + 2 * i_bh, 1.0)
+            tl.store(OVERFLOW + 2 * (i_bh // GROUP), 1.0)
     else:
         start = (i_block - key_blocks) * BN
         o_m = start + tl.arange(0, BN)
@@ -155,7 +158,7 @@ def shifted_bias_block(
             tl.store(p_rows + (1 + r) * padded_queries, lead if HARD else tl.exp2(lead))
             tl.store(p_rows + (1 + M + r) * padded_queries, log_u)
         if tl.max((~fits).to(tl.int32), 0) > 0:
-            tl.store(OVERFLOW + 2 * i_bh, 1.0)
+            tl.store(OVERFLOW + 2 * (i_bh // GROUP), 1.0)
 
 
 @triton.jit
@@ -174,7 +177,7 @@ def shifted_bias_kernel(
         tl.program_id(0) % blocks, tl.program_id(0) // blocks, Q, K, SHIFT, PRIOR, MASK, KEYS, FACTORS, ROWS,
         OVERFLOW, inverse_variance, highest, sq[0], sq[1], sq[2], sk[0], sk[1], sk[2], H, num_queries, num_keys,
         padded_queries, padded_keys, S.D, S.BD, S.M, S.PRIOR_AXES == 2, S.PRIOR_AXES == 3, MASK is not None, S.HARD,
-        S.NARROW, S.BN, SPAN,
+        S.NARROW, S.BN, SPAN, S.GROUP,
     )  # fmt: skip
 
 
@@ -185,14 +188,14 @@ def prior_axes(log_prior: Tensor | None) -> int:
 
 def key_bias(
     keys: Tensor, factors: Tensor, overflow: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None,
-    variance: Tensor | None, inverse_variance: float, key_mask: Tensor | None, packed: Tensor | None,
+    variance: Tensor | None, inverse_variance: float, key_mask: Tensor | None, packed: Tensor | None, heads: int,
 ) -> None:  # fmt: skip
-    """Fill `keys` (G,M,Nk') and, unless they are empty, `factors` (G,M,Nk') and `overflow` (G,2); see `bias_kernel`.
+    """Fill `keys` (G,M,Nk') and, unless they are empty, `factors` (G,M,Nk') and `overflow`; see `bias_kernel`.
 
-    `key` is (B,H,M,Nk,D), or (B,H,1,Nk,D) with a `shift` (H,M,D).
+    `key` is (B,H/GROUP,M,Nk,D), or (B,H/GROUP,1,Nk,D) with a `shift` (H,M,D).
     `packed` holds the spans of packed rows, for which the row stride takes the place of the batch stride, or is None.
     """
-    _, heads, _, num_keys, width = key.shape
+    _, key_heads, _, num_keys, width = key.shape
     block, first = max(16, min(128, 8192 // block_width(width))), 0 if packed is None else -2
     launch(
         bias_kernel, (triton.cdiv(keys.shape[-1], block) * keys.shape[0],), key, shift, log_prior,
@@ -201,7 +204,7 @@ def key_bias(
         keys.shape[-1], num_warps=4,
         S=constants(
             D=width, BD=block_width(width), M=keys.shape[1], PRIOR_AXES=prior_axes(log_prior),
-            NARROW=factors.numel() > 0, BN=block,
+            NARROW=factors.numel() > 0, BN=block, GROUP=heads // key_heads,
         ),
     )  # fmt: skip
 
@@ -213,14 +216,14 @@ def shifted_bias(
     """Fill `keys`, `factors` unless empty, `rows` and `overflow`; see `shifted_bias_kernel` and `key_bias`."""
     heads, width, first = query.shape[1], query.shape[-1], 0 if packed is None else -2
     launch(
-        shifted_bias_kernel, (overflow.shape[0] * (rows.shape[-1] + keys.shape[-1]) // BLOCK,), query, key, shift,
+        shifted_bias_kernel, (keys.shape[0] * (rows.shape[-1] + keys.shape[-1]) // BLOCK,), query, key, shift,
         log_prior, as_bytes(key_mask), packed, keys, factors, rows, overflow, inverse_variance,
         14.0 if query.dtype == torch.float16 else 30.0, (query.stride(first), *query.stride()[1:3]),
         (key.stride(first), *key.stride()[1:3]), heads, query.shape[2], prior_positions(log_prior, key.shape[2]),
         rows.shape[-1], keys.shape[-1], num_warps=4,
         S=constants(
             D=width, BD=block_width(width), M=shift.shape[1], PRIOR_AXES=prior_axes(log_prior), HARD=hard,
-            NARROW=factors.numel() > 0, BN=BLOCK,
+            NARROW=factors.numel() > 0, BN=BLOCK, GROUP=heads // key.shape[1],
         ),
     )  # fmt: skip
 
@@ -245,14 +248,15 @@ def mask_range(p_mask, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def span_kernel(QUERY_MASK, KEY_MASK, CU_SEQLENS, SPAN, num_queries, num_keys, BLOCK: tl.constexpr):
+def span_kernel(QUERY_MASK, KEY_MASK, QUERY_ENDS, KEY_ENDS, SPAN, num_queries, num_keys, BLOCK: tl.constexpr):
     """Store all fields of SPAN (B,FIELDS) but the fifth; see `spans`."""
     i_b = tl.program_id(0).to(tl.int64)
     last_query, last_key, first_key, fourth, masked_query = num_queries, num_keys, 0, num_keys, num_queries
-    if CU_SEQLENS is not None:
-        fourth = tl.load(CU_SEQLENS + i_b)
-        last_key = tl.load(CU_SEQLENS + i_b + 1) - fourth
-        last_query = last_key
+    if QUERY_ENDS is not None:
+        fourth = tl.load(QUERY_ENDS + i_b)
+        masked_query = tl.load(KEY_ENDS + i_b)
+        last_query = tl.load(QUERY_ENDS + i_b + 1) - fourth
+        last_key = tl.load(KEY_ENDS + i_b + 1) - masked_query
     if QUERY_MASK is not None:
         _, last_query, masked_query = mask_range(QUERY_MASK + i_b * num_queries, num_queries, BLOCK)
     if KEY_MASK is not None:
@@ -279,21 +283,34 @@ def rank_kernel(SPAN, num_batches, BLOCK: tl.constexpr):
 
 
 def spans(
-    query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int, ends: Tensor | None = None
-) -> Tensor | None:
+    query_mask: Tensor | None, key_mask: Tensor | None, num_queries: int, num_keys: int, ends: Tensor | None = None,
+    key_ends: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Return (B,6), int32, or None if nothing is masked or packed.
 
     The fields are, for each batch, one past the last unmasked query, one past the last unmasked key, the first unmasked
     key, the first masked key, in row n the batch with the n-th most pairs, and the first masked query. For packed rows
-    with the cumulative lengths `ends` (B+1,), whose sequences have no masks, the fourth field is the first row of the
-    sequence.
+    with the cumulative lengths `ends` (B+1,) and those of the keys, if they differ, whose sequences have no masks, the
+    fourth field is the first row of the queries and the sixth that of the keys.
     """
     given = next((tensor for tensor in (ends, query_mask, key_mask) if tensor is not None), None)
     if given is None:
         return None
     batch = given.shape[0] - (ends is not None)
     result = given.new_empty(batch, FIELDS.value, dtype=torch.int32)
-    launch(span_kernel, (batch,), as_bytes(query_mask), as_bytes(key_mask), ends, result, num_queries, num_keys, 1024)
+    key_ends = ends if key_ends is None else key_ends
+    launch(
+        span_kernel,
+        (batch,),
+        as_bytes(query_mask),
+        as_bytes(key_mask),
+        ends,
+        ends if key_ends is None else key_ends,
+        result,
+        num_queries,
+        num_keys,
+        1024,
+    )
     launch(rank_kernel, (batch,), result, batch, 128, num_warps=1)
     return result
 

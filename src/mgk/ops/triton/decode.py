@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mgk.ops.dispatch import MAX_DECODE_QUERIES
+from mgk.ops.options import Options
 from mgk.ops.triton.host import dense, dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.loads import (
@@ -34,7 +35,16 @@ from mgk.ops.triton.loads import (
     per_position,
     split_variance,
 )
-from mgk.ops.triton.primitives import LOG2E, NEVER, finite, not_hidden, online_softmax, spread_infinities, widened
+from mgk.ops.triton.primitives import (
+    LOG2E,
+    NEVER,
+    finite,
+    not_hidden,
+    online_softmax,
+    reached,
+    spread_infinities,
+    widened,
+)
 
 PROGRAMS, MASKED_PROGRAMS = 8, 32  # per multiprocessor: several tiles are loaded while one is computed
 SPLIT_TILES = 4  # key tiles of a split at least, or joining costs more than splitting gains
@@ -52,6 +62,13 @@ def all_visible(p_mask, begin, end, BLOCK: tl.constexpr):
     for start in range(begin, rest, BLOCK):
         least = tl.minimum(least, tl.load(p_mask + start + tl.arange(0, BLOCK)))  # 16 bytes at once
     return tl.min(least.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def split_and_head(splits, GROUP: tl.constexpr):
+    """Which split of the keys of which query head this program reads: the GROUP heads of a split are neighbours."""
+    i_item = tl.program_id(0) // GROUP
+    return i_item % splits, i_item // splits * GROUP + tl.program_id(0) % GROUP
 
 
 @triton.jit
@@ -112,12 +129,13 @@ def one_query_kernel(
 ):  # fmt: skip
     """Attend to the keys of one split. POSITIONS: the prior is one per position.
 
-    The mask of a split is read first: checking it before every tile would delay the loading of that tile.
+    Query heads that read the same keys do so in neighbouring programs, at about the same time. The mask of a split is
+    read first: checking it before every tile would delay the loading of that tile.
     """
-    i_s, i_bh = tl.program_id(0) % splits, tl.program_id(0) // splits
+    i_s, i_bh = split_and_head(splits, S.GROUP)
     i_b, i_h, i_component = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh % H * S.M
     o_d, o_v = tl.arange(0, S.BD), tl.arange(0, S.BV)
-    p_k, p_v = head_pointer(K, sk, i_b, i_h), head_pointer(V, sv, i_b, i_h)
+    p_k, p_v = head_pointer(K, sk, i_b, i_h // S.GROUP), head_pointer(V, sv, i_b, i_h // S.GROUP)
     p_head_prior = offset(PRIOR, i_h * sp[0])
     b_q = tl.load(head_pointer(Q, sq, i_b, i_h) + o_d, mask=o_d < S.D, other=0.0).to(tl.float32)
 
@@ -157,7 +175,7 @@ def one_query_kernel(
     l_all = tl.sum(l * weight, 0)
     l_all = tl.where(l_all == 0, 1.0, l_all)  # without keys: zeros, and -inf as their logarithm
     out = tl.sum(acc * weight[:, None], 0) / l_all
-    i_part = tl.program_id(0).to(tl.int64)
+    i_part = i_bh.to(tl.int64) * splits + i_s
     tl.store(OUT + i_part * S.DV + o_v, out.to(OUT.dtype.element_ty), mask=o_v < S.DV)
     tl.store(LSE + i_part, m_all + tl.log2(l_all))
 
@@ -168,10 +186,10 @@ def few_queries_kernel(
     splits, split_keys, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of one split with l[i,j,r] = q_i.k_j / s2_r + row[i,r] + bias[j,r]."""
-    i_s, i_bh = tl.program_id(0) % splits, tl.program_id(0) // splits
+    i_s, i_bh = split_and_head(splits, S.GROUP)
     i_b, i_h, i_component = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh % H * S.M
     o_m, o_v = tl.arange(0, BM), tl.arange(0, S.BV)
-    p_k, p_v = head_pointer(K, sk, i_b, i_h), head_pointer(V, sv, i_b, i_h)
+    p_k, p_v = head_pointer(K, sk, i_b, i_h // S.GROUP), head_pointer(V, sv, i_b, i_h // S.GROUP)
     p_prior = offset(PRIOR, i_h * sp[0])
     p_mask = offset(MASK, i_b * stride_mask)
     b_q = load_active(head_pointer(Q, sq, i_b, i_h), 0, o_m < num_queries, sq[2], BM, S.D, S.BD)  # [BM, BD]
@@ -208,7 +226,7 @@ def few_queries_kernel(
             bias = add_log_prior(bias, p_prior, sp, r, o_n, num_keys)
             x = tl.where(active[None, :], s * scale[r] + row[r][:, None] + bias[None, :], NEVER)
             if CAUSAL:
-                x = tl.where(o_n[None, :] <= o_m[:, None] + diagonal, x, NEVER)
+                x = tl.where(reached(o_m, o_n, diagonal, S.WINDOW, False), x, NEVER)
             logits = logits + (x,)
             best = largest_of(best, x)
         m, m_safe, alpha = online_softmax(tl.max(best, 1), m)
@@ -222,7 +240,7 @@ def few_queries_kernel(
         b_v = load_active(p_v, start, active, sv[2], S.BN, S.DV, S.BV)  # [BN, BV]
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
 
-    i_part = tl.program_id(0).to(tl.int64) * num_queries
+    i_part = (i_bh.to(tl.int64) * splits + i_s) * num_queries
     l = tl.where(l == 0, 1.0, l)
     m_out = (o_m < num_queries)[:, None] & (o_v < S.DV)[None, :]
     p_out = OUT + i_part * S.DV + o_m[:, None] * S.DV + o_v[None, :]
@@ -253,20 +271,22 @@ def join_kernel(
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, variance: float | Tensor,
-    hard: bool, is_causal: bool, key_mask: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Forward only: query (B,H,Nq,D) with Nq <= 16, key (B,H,M,Nk,D), or (B,H,Nk,D) with shift (H,M,D) -> (B,H,Nq,Dv).
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Forward only: query (B,H,Nq,D) with Nq <= 16, key (B,G,M,Nk,D), or (B,G,Nk,D) with shift (H,M,D) -> (B,H,Nq,Dv).
 
-    The causal mask is lower-right aligned: the last query sees every key.
+    Also the log of the row sums (B,H,Nq), empty if it is not asked for. The causal mask is lower-right aligned: the
+    last query sees every key.
     """
+    key, value, options = within_window(query.shape[2], key, value, options)
+    log_prior, variance, (is_causal, window, key_mask, _), hard, _, return_lse = options
     batch, heads, num_queries, width = query.shape
     num_keys, value_width = value.shape[-2:]
     if num_queries > MAX_DECODE_QUERIES:
         raise ValueError(f"query: expected at most {MAX_DECODE_QUERIES} queries to decode, got {num_queries}")
     out = query.new_empty(batch, heads, num_queries, value_width)
     if out.numel() == 0 or num_keys == 0:
-        return out.zero_()
+        return out.zero_(), out.new_full(out.shape[:3] if return_lse else (0,), -torch.inf, dtype=torch.float32)
     query, key, value = (dense(tensor) for tensor in (query, key, value))
     least = 1 if num_queries == 1 else 16  # a product needs at least 16 rows and columns
     block_d, block_v = (max(least, triton.next_power_of_2(size)) for size in (width, value_width))
@@ -283,7 +303,10 @@ def decode_attention(
     number, per_component = split_variance(variance)
     shift = None if shift is None else shift.contiguous()
     components = num_components(key, shift)
-    sizes = constants(D=width, DV=value_width, BD=block_d, BV=block_v, M=components, HARD=hard, BN=block_keys)
+    sizes = constants(
+        D=width, DV=value_width, BD=block_d, BV=block_v, M=components, HARD=hard, BN=block_keys,
+        GROUP=heads // key.shape[1], WINDOW=(window or 0) if num_queries > 1 else 0,
+    )  # fmt: skip
     arguments = (
         query, key, shift, value, prior, per_component, mask, part, lse, number, query.stride()[:3], key_strides(key),
         value.stride()[:3], NO_STRIDES if prior is None else prior.stride(), 0 if mask is None else mask.stride(0),
@@ -309,7 +332,26 @@ def decode_attention(
             join_kernel, (batch * heads * num_queries,), part, lse, out, num_queries, splits, value_width, block_v,
             triton.next_power_of_2(splits), JOINED,
         )  # fmt: skip
-    return out
+    if not return_lse:
+        return out, lse.new_empty(0)
+    natural = (lse / LOG2E.value).logsumexp(1).view(batch, heads, num_queries)
+    if num_queries > 1 and per_component is None:  # one query is computed from distances, which hold its norm
+        norm = query.float().square().sum(-1) / (2 * number)
+        natural = (natural - norm).masked_fill(natural == -torch.inf, -torch.inf)
+    return out, natural
+
+
+def within_window(num_queries: int, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor, Options]:
+    """Leave out the keys that the windows of all queries hide, as views."""
+    prior, visibility = options.log_prior, options.visibility
+    hidden = 0 if visibility.window is None else value.shape[2] - visibility.window - num_queries + 1
+    if hidden <= 0:
+        return key, value, options
+    if prior is not None and prior.dim() == 3:
+        prior = prior[..., hidden:]
+    if visibility.key_mask is not None:
+        visibility = visibility._replace(key_mask=visibility.key_mask[:, hidden:])
+    return key[..., hidden:, :], value[:, :, hidden:], options._replace(log_prior=prior, visibility=visibility)
 
 
 def key_splits(heads: int, num_keys: int, block_keys: int, programs: int, device: torch.device) -> tuple[int, int]:

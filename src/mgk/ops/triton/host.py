@@ -59,8 +59,10 @@ def zero_gradients(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else torch.zeros_like(tensor) for tensor in tensors]
 
 
-def lengths(query: Tensor, key: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, int, int]:
-    """B, Nq and Nk; of packed sequences their number and the greatest length."""
+def lengths(
+    query: Tensor, key: Tensor, cu_seqlens: Tensor | None, max_queries: int, max_keys: int
+) -> tuple[int, int, int]:
+    """B, Nq and Nk; of packed sequences their number and the greatest lengths."""
     if cu_seqlens is None:
         return query.shape[0], query.shape[2], key.shape[-2]
-    return cu_seqlens.shape[0] - 1, max_seqlen, max_seqlen
+    return cu_seqlens.shape[0] - 1, max_queries, max_keys

@@ -6,7 +6,8 @@ What the forward pass leaves for the backward pass:
     rows (G,Nq')         the log-sum-exp of each query
     keys (G,M,Nk')       the bias of each component key, -inf where it is hidden
     factors (G,M,Nk')    the same as factors in bfloat16, where weights are mixed in it
-    overflow (G,2)       1 for heads that would overflow on the fast path, found beforehand or by the forward pass
+    overflow (G/GROUP,2) 1 for heads that would overflow on the fast path, found beforehand or by the forward pass, and
+                         for the heads that read the same keys
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.triton import projected
+from mgk.ops.triton import projected, projected_keys
 from mgk.ops.triton.bias import key_bias
 from mgk.ops.triton.host import as_bytes
 from mgk.ops.triton.launch import compile_together, launch
 from mgk.ops.triton.launch_shifted import Saved
 from mgk.ops.triton.problem import Problem, compile_options, generic, lanes, padded, strides
+from mgk.ops.triton.row_sums import padded_gradient
 from mgk.ops.triton.self_check import LOADED
 
 if LOADED:
@@ -33,7 +35,7 @@ def results(p: Problem) -> Saved:
     return (
         p.new_output(), p.empty(p.groups, padded(num_queries)), p.empty(*biases),
         p.empty(*(biases if p.narrow and not p.hard else (0,)), dtype=torch.bfloat16),
-        torch.zeros(p.groups, 2, device=p.query.device),
+        torch.zeros(p.groups // p.group, 2, device=p.query.device),
     )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def forward(p: Problem) -> Saved:
     (batch, num_queries, num_keys), key = p.lengths, by_component(p, p.key)
     key_bias(
         keys, factors, overflow, key, p.shift, None if p.hard else p.log_prior, p.variances, 1 / p.variance,
-        p.key_mask, p.spans if p.packed else None,
+        p.key_mask, p.spans if p.packed else None, p.heads,
     )  # fmt: skip
     tensors = (
         overflow, p.spans, p.query, key, p.shift, p.value, keys, factors, p.variances, output, rows,
@@ -77,7 +79,7 @@ def forward(p: Problem) -> Saved:
 
 @compile_together
 def backward(
-    p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor]
+    p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor], grad_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Fill `grads` (of query, key, value and of a prior per position), and return them with (H,M,2): the gradients of
     the prior and the variance of a head; with a shift (H,M,2+D), its gradient last.
@@ -85,7 +87,7 @@ def backward(
     output, rows, keys, factors, overflow = saved
     grad_query, grad_key, grad_value, grad_bias = grads
     (batch, num_queries, _), key, grad_keys = p.lengths, by_component(p, p.key), by_component(p, grad_key)
-    plan = p.plan(grad)
+    plan, grad_lse = p.plan(grad), padded_gradient(p, grad_lse, rows)
     on_hopper = any(each.kernels == "hopper" for each in plan.key)
     on_queries, on_keys = generic(plan.query_tile), generic(plan.key_tile)
     query_blocks, key_blocks = rows.shape[-1] // on_queries.queries, keys.shape[-1] // on_keys.keys
@@ -111,12 +113,12 @@ def backward(
             continue
         tensors = (
             overflow, p.spans, p.query, key, p.shift, p.value, keys, factors, p.variances, output, rows, p.seed, grad,
-            row_stats, grad_query, part,
+            rows if grad_lse is None else grad_lse, row_stats, grad_query, part,
         )  # fmt: skip
         launch(
             projected.query_kernel, p.grid(p.groups * query_blocks, each), tensors, numbers,
             strides(p.query, key, p.value, output, grad, grad_query, packed=p.packed), *sizes,
-            p.settings(each, WIDTH=row_stats.shape[-1]), **compile_options(each),
+            p.settings(each, WIDTH=row_stats.shape[-1], LSE=grad_lse is not None), **compile_options(each),
         )  # fmt: skip
     for each in plan.key if p.groups * key_blocks else ():
         if each.kernels == "hopper":
@@ -127,7 +129,7 @@ def backward(
             grad_keys, grad_value, grad_bias, part,
         )  # fmt: skip
         launch(
-            projected.key_kernel, p.grid(p.groups * key_blocks, each), tensors, numbers,
+            projected_keys.key_kernel, p.grid(p.groups // p.group * key_blocks, each), tensors, numbers,
             strides(p.query, key, p.value, grad, grad_keys, grad_value, packed=p.packed), *sizes,
             p.settings(each, WIDTH=row_stats.shape[-1], POSITIONS=grad_bias.dim() > 1), **compile_options(each),
         )  # fmt: skip

@@ -5,7 +5,8 @@ What the forward pass leaves for the backward pass:
     rows (G,1+2M,Nq')    per query: its log-sum-exp, and the factors and exponents of its components
     keys (G,1+2M,Nk')    per key: 0 or -inf where it is hidden, and the factors and exponents of its components
     factors (G,M,Nk')    the keys' factors in bfloat16, where weights are mixed in it
-    overflow (G,2)       1 for heads that would overflow on the fast path, found beforehand or by the forward pass
+    overflow (G/GROUP,2) 1 for heads that would overflow on the fast path, found beforehand or by the forward pass, and
+                         for the heads that read the same keys
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from mgk.ops.dispatch import FALLBACK, FAST, FAST_HARD, HARD, Plan
-from mgk.ops.triton import shifted, short
+from mgk.ops.triton import shifted, shifted_keys, short
 from mgk.ops.triton.bias import shifted_bias, side_by_side
 from mgk.ops.triton.host import as_bytes
 from mgk.ops.triton.launch import compile_together, launch
 from mgk.ops.triton.primitives import COLUMNS
 from mgk.ops.triton.problem import Problem, compile_options, generic, lanes, padded, strides
+from mgk.ops.triton.row_sums import padded_gradient
 from mgk.ops.triton.self_check import LOADED
 
 if LOADED:
@@ -36,7 +38,7 @@ def results(p: Problem) -> Saved:
         p.empty(p.groups, 1 + 2 * p.components, padded(num_queries)),
         p.empty(p.groups, 1 + 2 * p.components, padded(num_keys)),
         p.empty(*((p.groups, p.components, padded(num_keys)) if p.narrow else (0,)), dtype=torch.bfloat16),
-        p.empty(p.groups, 2),
+        p.empty(p.groups // p.group, 2),
     )
 
 
@@ -97,17 +99,22 @@ def short_forward(p: Problem, plan: Plan, saved: Saved) -> None:
 
 @compile_together
 def backward(
-    p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor]
+    p: Problem, saved: Saved, grad: Tensor, grads: list[Tensor], grad_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Fill `grads` (of query, key, value and of a prior per position), and return them with (H,M,BD+1): the gradients
     of the shift and, last, of the prior of a head.
     """
     plan = p.plan(grad)
-    part = short_backward(p, plan, saved, grad, grads) if plan.short else long_backward(p, plan, saved, grad, grads)
+    if plan.short:
+        part = short_backward(p, plan, saved, grad, grads)
+    else:
+        part = long_backward(p, plan, saved, grad, grads, padded_gradient(p, grad_lse, saved[1][:, 0]))
     return grads[0], grads[1], grads[2], part, grads[3]
 
 
-def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: list[Tensor]) -> Tensor:
+def long_backward(
+    p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: list[Tensor], grad_lse: Tensor | None
+) -> Tensor:
     output, rows, keys, factors, overflow = saved
     grad_query, grad_key, grad_value, grad_bias = grads
     batch, num_queries, _ = p.lengths
@@ -137,12 +144,12 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
             continue
         tensors = (
             overflow, p.spans, p.query, p.key, p.shift, p.value, keys, factors, or_unused(key_columns, factors), output,
-            rows, p.seed, grad, row_stats, or_unused(row_columns, factors), grad_query, part,
+            rows, p.seed, grad, or_unused(grad_lse, rows), row_stats, or_unused(row_columns, factors), grad_query, part,
         )  # fmt: skip
         launch(
             shifted.query_kernel, p.grid(p.groups * query_parts, each), tensors, numbers,
             strides(p.query, p.key, p.value, output, grad, grad_query, packed=p.packed), *sizes, 0, parts,
-            p.settings(each, **shared, AS_VECTORS=each.as_vectors), **compile_options(each),
+            p.settings(each, **shared, AS_VECTORS=each.as_vectors, LSE=grad_lse is not None), **compile_options(each),
         )  # fmt: skip
     for each in plan.key if key_parts else ():
         if each.kernels == "hopper":
@@ -153,7 +160,7 @@ def long_backward(p: Problem, plan: Plan, saved: Saved, grad: Tensor, grads: lis
             grad, row_stats, grad_key, grad_value, grad_bias, part,
         )  # fmt: skip
         launch(
-            shifted.key_kernel, p.grid(p.groups * key_parts, each), tensors, numbers,
+            shifted_keys.key_kernel, p.grid(p.groups // p.group * key_parts, each), tensors, numbers,
             strides(p.query, p.key, p.value, grad, grad_key, grad_value, packed=p.packed), *sizes, query_parts, parts,
             p.settings(each, **shared, POSITIONS=grad_bias.dim() > 1), **compile_options(each),
         )  # fmt: skip

@@ -417,7 +417,7 @@ def linear_forward(
     cu_seqlens: Tensor | None, max_seqlen: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the state (G,Dv+2,D)."""
-    batch, num_queries, num_keys = lengths(query, key, cu_seqlens, max_seqlen)
+    batch, num_queries, num_keys = lengths(query, key, cu_seqlens, max_seqlen, max_seqlen)
     output, state = linear_results(query, value, cu_seqlens)
     if output.numel():
         own = tile(query, value, num_components(key, shift))
@@ -451,7 +451,7 @@ def linear_backward(
     (H,M,D+1) holds those of the shift and, in the last column, of a prior per head; (B,H,M,Nk) those of a prior per
     position, empty without one.
     """
-    batch, num_queries, num_keys = lengths(query, key, cu_seqlens, max_seqlen)
+    batch, num_queries, num_keys = lengths(query, key, cu_seqlens, max_seqlen, max_seqlen)
     heads, width, components = query.shape[1], query.shape[-1], num_components(key, shift)
     groups, packed, own = batch * heads, cu_seqlens is not None, tile(query, value, components)
     how = settings(query, key, shift, value, log_prior, own)

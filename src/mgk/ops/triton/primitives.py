@@ -282,7 +282,7 @@ def dropout(
 
 @triton.jit
 def sequence(p_span, i_batch, num_queries, num_keys, PACKED: tl.constexpr):
-    """Where a sequence begins, as a multiple of the batch stride, and how many queries and keys it has.
+    """Where the queries of a sequence begin, as a multiple of the batch stride, and how many queries and keys it has.
 
     Packed sequences are rows of one batch entry: a sequence begins at a row, and the batch stride is that of a row.
     """
@@ -294,11 +294,20 @@ def sequence(p_span, i_batch, num_queries, num_keys, PACKED: tl.constexpr):
 
 
 @triton.jit
-def is_behind(p_span, i_batch, start, PACKED: tl.constexpr):
-    """Whether a block begins after the last tile, of any size, of its packed sequence."""
+def key_origin(p_span, i_batch, PACKED: tl.constexpr):
+    """Where the keys of a sequence begin, as `sequence` says it of the queries."""
+    origin = i_batch
+    if PACKED:
+        origin = tl.load(p_span + FIELDS * i_batch + 5).to(tl.int64)
+    return origin
+
+
+@triton.jit
+def is_behind(p_span, i_batch, start, QUERIES: tl.constexpr, PACKED: tl.constexpr):
+    """Whether a block begins after the last tile, of any size, of its packed sequence's queries or keys."""
     behind = False
     if PACKED:
-        behind = start >= tl.cdiv(tl.load(p_span + FIELDS * i_batch), PAD) * PAD
+        behind = start >= tl.cdiv(tl.load(p_span + FIELDS * i_batch + (0 if QUERIES else 1)), PAD) * PAD
     return behind
 
 
@@ -311,25 +320,44 @@ def key_range(p_span, i_batch, num_queries, num_keys, SPANS: tl.constexpr):
 
 
 @triton.jit
-def sees_a_key(p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPANS: tl.constexpr):
+def sees_a_key(
+    p_span, i_batch, o_m, offset, num_keys, CAUSAL: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr = 0
+):
     """Which of the queries `o_m` are real and see at least one key."""
-    first_key, last_query = 0, 2147483647
+    first_key, last_query, last_key = 0, 2147483647, num_keys
     if SPANS:
         last_query, first_key = tl.load(p_span + FIELDS * i_batch), tl.load(p_span + FIELDS * i_batch + 2)
+        last_key = tl.load(p_span + FIELDS * i_batch + 1)
     sees = (o_m < last_query) & (first_key < num_keys)
     if CAUSAL:
         sees = sees & (o_m + offset >= first_key)
+    if WINDOW:
+        sees = sees & (o_m + offset - WINDOW < last_key - 1)
     return sees
 
 
 @triton.jit
-def shown_pairs(o_m, o_n, offset, visible, CAUSAL: tl.constexpr, CHECK: tl.constexpr, KEYS_DOWN: tl.constexpr = False):
+def reached(o_m, o_n, offset, WINDOW: tl.constexpr, KEYS_DOWN: tl.constexpr):
+    """Which pairs of a tile a causal mask shows, with its WINDOW if that is not 0."""
+    if KEYS_DOWN:
+        o_n, o_last = o_n[:, None], o_m[None, :] + offset
+    else:
+        o_n, o_last = o_n[None, :], o_m[:, None] + offset
+    shown = o_n <= o_last
+    if WINDOW:
+        shown = shown & (o_n > o_last - WINDOW)
+    return shown
+
+
+@triton.jit
+def shown_pairs(
+    o_m, o_n, offset, visible, CAUSAL: tl.constexpr, CHECK: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS_DOWN: tl.constexpr = False,
+):  # fmt: skip
     """Which pairs of a tile take part: by the causal mask, and if CHECK by what is known of the columns."""
     shown = None
-    if CAUSAL and KEYS_DOWN:
-        shown = o_n[:, None] <= o_m[None, :] + offset
-    elif CAUSAL:
-        shown = o_n[None, :] <= o_m[:, None] + offset
+    if CAUSAL:
+        shown = reached(o_m, o_n, offset, WINDOW, KEYS_DOWN)
     if CHECK and CAUSAL:
         shown = shown & visible[None, :]
     elif CHECK:
@@ -370,15 +398,33 @@ def key_tiles(
 
 
 @triton.jit
+def window_tiles(i_m, offset, stop, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Where the key tiles begin that the window of a query block reaches, and those that it hides nothing of."""
+    inner = tl.cdiv(tl.maximum(i_m * BM + BM + offset - WINDOW, 0), BN)
+    inner = tl.minimum(inner, tl.cdiv(tl.maximum(stop, 0), BN)) * BN
+    return tl.minimum(tl.maximum(i_m * BM + offset - WINDOW + 1, 0) // BN * BN, inner), inner
+
+
+@triton.jit
+def edge_tile(i, first, begin, second, SIZE: tl.constexpr):
+    """Where tile i of two runs of tiles starts, of which the first has `first` tiles from `begin` on."""
+    return tl.where(i < first, begin + i * SIZE, second + (i - first) * SIZE)
+
+
+@triton.jit
 def query_tiles(
     i_n, i_batch, p_span, offset, last_query, last_key, num_queries, CAUSAL: tl.constexpr, MASKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
     """Where the query tiles of a key block begin; need no causal mask; end as full tiles, unmasked; and end."""
     stop = last_query
     if i_n * BN >= last_key:
         stop = 0
+    if WINDOW:
+        stop = tl.minimum(stop, tl.maximum(i_n * BN + BN - 1 - offset + WINDOW, 0))
     whole = tl.minimum(tl.cdiv(stop, BM), num_queries // BM) * BM
+    if WINDOW:
+        whole = tl.minimum(whole, tl.maximum(i_n * BN - offset + WINDOW, 0) // BM * BM)
     if MASKS:
         whole = tl.minimum(whole, tl.load(p_span + FIELDS * i_batch + 5) // BM * BM)
     begin = stop * 0
@@ -440,23 +486,27 @@ def for_each_block(
     """Run `block` on one block of one head; or, of the heads that would overflow, share all blocks among few programs.
 
     The first two of `tensors` are the overflow flags and the spans, the first of `sizes` is H. Blocks of QUERIES start
-    with the last one, which sees the most keys. While forward programs (WIDTH is 0) still flag heads whose sums do not
-    fit, those flags are not read: warps of one program might read different values.
+    with the last one, which sees the most keys; other blocks belong to heads of keys, which GROUP query heads share,
+    and so do the flags. While forward programs (WIDTH is 0) still flag heads whose sums do not fit, those flags are not
+    read: warps of one program might read different values.
     """
-    OVERFLOW, SPAN, H = tensors[0], tensors[1], sizes[0]
+    OVERFLOW, SPAN = tensors[0], tensors[1]
+    SHARE: tl.constexpr = C.GROUP if QUERIES else 1
+    H = sizes[0] // (C.GROUP // SHARE)
     groups = BATCHES * H
     if C.HEADS == OVERFLOWING:
-        if any_overflows(OVERFLOW, groups, 128):
+        if any_overflows(OVERFLOW, groups // SHARE, 128):
             for item in range(tl.program_id(0), blocks * groups, tl.num_programs(0)):
                 i_block, i_bh = work_of(item, blocks, groups, section, SPAN, H, C.SPANS)
                 if QUERIES:
                     i_block = blocks - 1 - i_block
-                if would_overflow(OVERFLOW, i_bh) and not is_behind(SPAN, i_bh // H, i_block * SIZE, C.PACKED):
+                overflows = would_overflow(OVERFLOW, i_bh // SHARE)
+                if overflows and not is_behind(SPAN, i_bh // H, i_block * SIZE, QUERIES, C.PACKED):
                     block(i_block, i_bh, tensors, numbers, strides, sizes, C)
     else:
         i_block, i_bh = work_of(tl.program_id(0), blocks, groups, section, SPAN, H, C.SPANS)
         if QUERIES:
             i_block = blocks - 1 - i_block
-        fits = C.HEADS == ALL or not would_overflow(OVERFLOW, i_bh, C.WIDTH > 0)
-        if fits and not is_behind(SPAN, i_bh // H, i_block * SIZE, C.PACKED):
+        fits = C.HEADS == ALL or not would_overflow(OVERFLOW, i_bh // SHARE, C.WIDTH > 0)
+        if fits and not is_behind(SPAN, i_bh // H, i_block * SIZE, QUERIES, C.PACKED):
             block(i_block, i_bh, tensors, numbers, strides, sizes, C)

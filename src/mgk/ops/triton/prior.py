@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mgk.ops.dispatch import block_width
+from mgk.ops.options import Options, Visibility
 from mgk.ops.triton.bias import spans
 from mgk.ops.triton.host import as_bytes, dense, dot_precision
 from mgk.ops.triton.launch import launch
@@ -37,7 +38,7 @@ from mgk.ops.triton.loads import (
     per_position,
     split_variance,
 )
-from mgk.ops.triton.primitives import NEVER, key_range, spread_infinities, zeros_tuple
+from mgk.ops.triton.primitives import NEVER, key_range, reached, spread_infinities, zeros_tuple
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def prior_step(
     real = active_rows(p_query_mask, o_m, num_queries)
     weight = real.to(tl.float32)[None, :]
     if MASKED:
-        weight = tl.where(o_n[:, None] <= o_m[None, :] + diagonal, weight, 0.0)
+        weight = tl.where(reached(o_m, o_n, diagonal, S.WINDOW, True), weight, 0.0)
     row, s = (), ()
     for r in tl.static_range(S.M):
         if p_row is None:
@@ -141,7 +142,7 @@ def prior_kernel(
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_n = i_n * S.BN + tl.arange(0, S.BN)
-    p_q, p_k = head_pointer(Q, sq, i_b, i_h.to(tl.int64)), head_pointer(K, sk, i_b, i_h.to(tl.int64))
+    p_q, p_k = head_pointer(Q, sq, i_b, i_h.to(tl.int64)), head_pointer(K, sk, i_b, (i_h // S.GROUP).to(tl.int64))
     p_row = offset(ROW, i_bh.to(tl.int64) * S.M * num_queries)
     p_query_mask = offset(QUERY_MASK, i_b * num_queries)
     p_prior = offset(PRIOR, i_h.to(tl.int64) * sp[0])
@@ -178,7 +179,11 @@ def prior_kernel(
         stop = 0
     if CAUSAL:
         begin = tl.maximum(i_n * S.BN - diagonal, 0) // S.BM * S.BM
+        if S.WINDOW:
+            stop = tl.minimum(stop, tl.maximum(i_n * S.BN + S.BN - 1 - diagonal + S.WINDOW, 0))
         full = tl.minimum(tl.cdiv(tl.maximum(i_n * S.BN + S.BN - 1 - diagonal, 0), S.BM) * S.BM, stop)
+        if S.WINDOW:
+            full = stop  # both ends need a mask
     # Without a product nothing crosses threads before the end. A product needs the registers, and sums rows cheaply.
     sums = zeros_tuple([S.BN] if PRODUCT else [S.BN, S.BM], S.M)
     if CAUSAL:
@@ -201,25 +206,20 @@ def prior_kernel(
         tl.store(p_total + o_n, tl.where(active, total, 0.0), mask=o_n < num_keys)
 
 
-def prior_statistics(
-    query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, variance: float | Tensor,
-    is_causal: bool, key_mask: Tensor | None, query_mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def prior_statistics(query: Tensor, key: Tensor, shift: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """Return sum_i gamma[i,j,r] over the batch (H,M,Nk) and the number of queries that see a key (Nk,), in float32."""
     (batch, heads, num_queries, _), num_keys = query.shape, key.shape[-2]
     total = query.new_empty(batch, heads, num_components(key, shift), num_keys, dtype=torch.float32)
     if total.numel() and num_queries:
-        launch_prior(dense(query), dense(key), shift, log_prior, variance, is_causal, key_mask, query_mask, total)
+        launch_prior(dense(query), dense(key), shift, options, total)
     else:
         total.zero_()
-    return total.sum(0), visible_queries(query, num_keys, is_causal, key_mask, query_mask)
+    return total.sum(0), visible_queries(query, num_keys, options.visibility)
 
 
-def launch_prior(
-    query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, variance: float | Tensor,
-    is_causal: bool, key_mask: Tensor | None, query_mask: Tensor | None, total: Tensor,
-) -> None:  # fmt: skip
+def launch_prior(query: Tensor, key: Tensor, shift: Tensor | None, options: Options, total: Tensor) -> None:
     """Fill `total` (B,H,M,Nk)."""
+    log_prior, variance, (is_causal, window, key_mask, query_mask), *_ = options
     (batch, heads, num_queries, width), (components, num_keys) = query.shape, total.shape[2:]
     number, per_component = split_variance(variance)
     shift = None if shift is None else shift.contiguous()
@@ -238,7 +238,10 @@ def launch_prior(
         prior_kernel, (triton.cdiv(num_keys, keys) * batch * heads,), query, key, shift, prior, per_component, row,
         as_bytes(key_mask), as_bytes(query_mask), spans(query_mask, key_mask, num_queries, num_keys), total, number,
         query.stride()[:3], key_strides(key), NO_STRIDES if prior is None else prior.stride(), heads, num_queries,
-        num_keys, is_causal, constants(**sizes, BM=queries, BN=keys, PRECISION=dot_precision(query)), num_stages=2,
+        num_keys, is_causal, num_stages=2, S=constants(
+            **sizes, BM=queries, BN=keys, PRECISION=dot_precision(query), WINDOW=window or 0,
+            GROUP=heads // key.shape[1],
+        ),
     )  # fmt: skip
 
 
@@ -251,17 +254,17 @@ def tile(components: int, block: int, element_size: int, product: bool) -> tuple
     return queries, next(keys for keys in (64, 32, 16) if keys <= max(16, fit))
 
 
-def visible_queries(
-    query: Tensor, num_keys: int, is_causal: bool, key_mask: Tensor | None, query_mask: Tensor | None
-) -> Tensor:
+def visible_queries(query: Tensor, num_keys: int, visibility: Visibility) -> Tensor:
     """Return how many unmasked queries of all batches see a key (Nk,)."""
-    batch, num_queries = query.shape[0], query.shape[2]
+    (is_causal, window, key_mask, query_mask), batch, num_queries = visibility, query.shape[0], query.shape[2]
     first = torch.zeros(num_keys, dtype=torch.long, device=query.device)
     if is_causal:
-        first = (torch.arange(num_keys, device=query.device) - (num_keys - num_queries)).clamp(min=0)
+        first = torch.arange(num_keys, device=query.device) - (num_keys - num_queries)
+    stop = torch.full_like(first, num_queries) if window is None else (first + window).clamp(0, num_queries)
+    first = first.clamp(min=0)
     if query_mask is None:
-        seen = (num_queries - first).expand(batch, -1)
+        seen = (stop - first).clamp(min=0).expand(batch, -1)
     else:
         before = torch.nn.functional.pad(query_mask.cumsum(1), (1, 0))  # (B,Nq+1): unmasked queries before a position
-        seen = before[:, -1:] - before[:, first]
+        seen = before[:, stop] - before[:, first.clamp(max=num_queries)]
     return (seen if key_mask is None else seen * key_mask).sum(0).to(torch.float32)

@@ -1,7 +1,7 @@
 """What the launchers of the attention kernels share: a call's tensors and options, and the sizes that follow from them.
 
-B batch, H heads, G = B H, M components, Nq queries, Nk keys (padded to whole tiles: Nq', Nk'), D width of a head, Dv
-width of a value.
+B batch, H query heads, H/GROUP heads of keys and values, G = B H, M components, Nq queries, Nk keys (padded to whole
+tiles: Nq', Nk'), D width of a head, Dv width of a value.
 """
 
 from __future__ import annotations
@@ -31,23 +31,27 @@ FEW_PROGRAMS = 264  # for the heads that would overflow, of which there are most
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The inputs of one call. Packed sequences (`cu_seqlens`, int32 (B+1,)) are the rows of a batch of one."""
+    """The inputs of one call. Packed sequences (`cu_seq_q` and `cu_seq_k`, int32 (B+1,)) are rows of a batch of one."""
 
     query: Tensor  # (B,H,Nq,D)
-    key: Tensor  # (B,H,Nk,D) with a shift, else (B,H,M,Nk,D)
+    key: Tensor  # (B,H/GROUP,Nk,D) with a shift, else (B,H/GROUP,M,Nk,D)
     shift: Tensor | None  # (H,M,D)
-    value: Tensor  # (B,H,Nk,Dv)
+    value: Tensor  # (B,H/GROUP,Nk,Dv)
     log_prior: Tensor | None  # (H,M) or (H,M,Nk)
     variances: Tensor | None  # (H,M), in place of `variance`
     key_mask: Tensor | None  # (B,Nk)
     query_mask: Tensor | None  # (B,Nq)
     seed: Tensor | None  # of dropout
-    cu_seqlens: Tensor | None
+    cu_seq_q: Tensor | None
+    cu_seq_k: Tensor | None
     variance: float
     hard: bool
     causal: bool
+    window: int  # 0: none
     dropout_p: float
-    max_seqlen: int
+    max_q: int
+    max_k: int
+    lse: bool = False  # whether the log of the row sums is returned
 
     @property
     def narrow(self) -> bool:
@@ -57,15 +61,16 @@ class Problem:
     @property
     def kind(self) -> tuple[object, ...]:
         """What its kernels depend on, and a little more."""
-        optional = self.shift, self.variances, self.key_mask, self.query_mask, self.seed, self.cu_seqlens
+        optional = self.shift, self.variances, self.key_mask, self.query_mask, self.seed, self.cu_seq_q
         shapes = self.query.shape[1:], self.key.shape[1:], self.value.shape[-1]
         prior = None if self.log_prior is None else self.log_prior.dim()
         given = [each is not None for each in optional]
-        return self.query.device, self.query.dtype, *shapes, prior, *given, self.hard, self.causal, self.max_seqlen
+        numbers = self.hard, self.causal, self.window, self.lse, self.max_q, self.max_k
+        return self.query.device, self.query.dtype, *shapes, prior, *given, *numbers
 
     @property
     def packed(self) -> bool:
-        return self.cu_seqlens is not None
+        return self.cu_seq_q is not None
 
     @property
     def shared(self) -> bool:
@@ -81,6 +86,11 @@ class Problem:
         return self.query.shape[1]
 
     @property
+    def group(self) -> int:
+        """How many query heads read the same head of keys and values."""
+        return self.heads // max(1, self.key.shape[1])
+
+    @property
     def width(self) -> int:
         return self.query.shape[-1]
 
@@ -94,7 +104,7 @@ class Problem:
     @cached_property
     def lengths(self) -> tuple[int, int, int]:
         """B, Nq and Nk; of packed sequences their number and the greatest length."""
-        return lengths(self.query, self.key, self.cu_seqlens, self.max_seqlen)
+        return lengths(self.query, self.key, self.cu_seq_q, self.max_q, self.max_k)
 
     @property
     def groups(self) -> int:
@@ -104,7 +114,7 @@ class Problem:
     def spans(self) -> Tensor | None:
         """Where the real queries and keys of each sequence begin and end; None where all of them are real."""
         _, num_queries, num_keys = self.lengths
-        return spans(self.query_mask, self.key_mask, num_queries, num_keys, self.cu_seqlens)
+        return spans(self.query_mask, self.key_mask, num_queries, num_keys, self.cu_seq_q, self.cu_seq_k)
 
     @property
     def positions(self) -> int:
@@ -130,6 +140,7 @@ class Problem:
             width=self.width, value_width=self.value.shape[-1], components=self.components, hard=self.hard,
             masked=self.key_mask is not None or self.query_mask is not None, packed=self.packed,
             dropout=self.dropout_p > 0, variances=self.variances is not None, shared=self.shared,
+            group=self.group, window=self.window, lse=self.lse,
             aligned=gluon and all(map(is_aligned, (self.query, self.key, self.value, *others))),
         )  # fmt: skip
         return dispatch.plan(call, "triton")
@@ -140,17 +151,18 @@ class Problem:
         D and DV are the widths of a head and a value, BD and BV these rounded up to powers of two, BM and BN the
         queries and keys of a tile. EVEN: both lengths are whole tiles. SPANS: sequences differ in length, or masks hide
         some queries or keys. POSITIONS: a prior per position needs its gradient. WIDTH: how many numbers per query one
-        pass leaves for the next. PATH, HEADS, FIXED, NARROW and AS_VECTORS are explained in `mgk.ops.dispatch`.
+        pass leaves for the next. GROUP: how many query heads read a head of keys. WINDOW: 0 without one. LSE: the log
+        of the row sums has a gradient. PATH, HEADS, FIXED, NARROW and AS_VECTORS are explained in `mgk.ops.dispatch`.
         """
         width, value_width, tile = self.width, self.value.shape[-1], generic(launch.tile)
         sizes = self.query.shape[2], self.key.shape[-2]
-        rest = {"MASK_QUERIES": False, "POSITIONS": False, "AS_VECTORS": False, "WIDTH": 0} | others
+        rest = {"MASK_QUERIES": False, "POSITIONS": False, "AS_VECTORS": False, "WIDTH": 0, "LSE": False} | others
         return constants(
             D=width, DV=value_width, BD=self.block, BV=self.block, M=self.components,
             BM=tile.queries, BN=tile.keys, PATH=launch.path, HEADS=launch.heads, FIXED=launch.fixed,
             NARROW=launch.narrow, CAUSAL=self.causal, SPANS=self.spans is not None, PACKED=self.packed,
             KEY_MASK=self.key_mask is not None, DROPOUT=self.dropout_p > 0, VARIANCES=self.variances is not None,
-            SHARED=self.shared,
+            SHARED=self.shared, GROUP=self.group, WINDOW=self.window,
             EVEN=not self.packed and min(sizes) > 0 and not any(size % PAD.value for size in sizes),
             PRECISION=dot_precision(self.query), HARD=self.hard, **rest,
         )  # fmt: skip

@@ -29,25 +29,25 @@ from mgk.ops.triton.primitives import (
     NEVER,
     SUMS,
     dropout,
+    edge_tile,
     flag_bad_sums,
     for_each_block,
+    key_origin,
     key_range,
     key_tiles,
-    load_columns,
     load_rows,
     load_tile,
     load_vector,
     load_vectors,
     online_softmax,
-    query_tiles,
     sees_a_key,
     sequence,
     shown_pairs,
-    split_columns,
     spread_infinities,
     store_tile,
     unit_column,
     where_tuple,
+    window_tiles,
     zeros_tuple,
 )
 
@@ -116,7 +116,7 @@ def tile_scores(start, b_q, row, inverse, pointers, place, MASKED: tl.constexpr,
         log_w = load_vectors(p_lw, start, padded_keys, C.BN, M)
     if CHECKS:
         visible = any_component(log_w, M)
-    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, CHECKS) if MASKED else None
+    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, CHECKS, C.WINDOW) if MASKED else None
     result, keys = (), ()
     for r in tl.static_range(M):
         if r == 0 or not C.SHARED:
@@ -207,7 +207,8 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
     o_m = i_m * C.BM + tl.arange(0, C.BM)
-    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
+    first_key = key_origin(SPAN, i_b, C.PACKED)
+    p_k, p_v = K + first_key * skb + i_h // C.GROUP * skh, V + first_key * svb + i_h // C.GROUP * svh
     p_lw, p_row = LW + i_bh.to(tl.int64) * M * padded_keys, i_bh.to(tl.int64) * padded_queries
     p_w = FACTORS
     if C.NARROW and not C.HARD:
@@ -219,6 +220,9 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     row = row_biases(b_q, SHIFT, i_h, inverse, C)
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
+    begin, inner = 0, 0
+    if C.WINDOW:
+        begin, inner = window_tiles(i_m, offset, stop, C.WINDOW, C.BM, C.BN)
     if C.FIXED and C.VARIANCES:
         m = tl.zeros([C.BM], tl.float32)
     elif C.FIXED:
@@ -230,9 +234,14 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         tl.assume(full >= C.BN)
     pointers = (p_k, p_v, p_lw, p_w, SEED)
     place = (i_bh, i_m, offset, num_keys, padded_keys, skm, skn, svn)
-    for start in range(0, full, C.BN):
+    for start in range(inner, full, C.BN):
         acc, m, l = forward_step(start, (acc, m, l), b_q, row, inverse, pointers, place, numbers, False, C)
-    if C.CAUSAL or C.KEY_MASK or not C.EVEN:
+    if C.WINDOW:
+        first, tail = (inner - begin) // C.BN, tl.maximum(inner, full)
+        for i in tl.range(0, first + tl.cdiv(tl.maximum(stop - tail, 0), C.BN), num_stages=1):
+            start = edge_tile(i, first, begin, tail, C.BN)
+            acc, m, l = forward_step(start, (acc, m, l), b_q, row, inverse, pointers, place, numbers, True, C)
+    elif C.CAUSAL or C.KEY_MASK or not C.EVEN:
         for start in tl.range(full, stop, C.BN, num_stages=1):
             acc, m, l = forward_step(start, (acc, m, l), b_q, row, inverse, pointers, place, numbers, True, C)
     if C.NARROW:
@@ -243,7 +252,8 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     if C.MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
     if C.FIXED:
-        flag_bad_sums(OVERFLOW, i_bh, l, takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS))
+        sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS, C.WINDOW)
+        flag_bad_sums(OVERFLOW, i_bh // C.GROUP, l, sees)
     takes_part = takes_part & (l != 0)  # NaN does: it must be seen
     out = tl.where(takes_part[:, None], acc / tl.where(l == 0, 1.0, l)[:, None], 0.0)
     store_tile(OUT + origin * sob + i_h * soh, out, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV)
@@ -329,7 +339,7 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     """dq, delta, and the block's share of dvariance and dshift."""
     M: tl.constexpr = C.M
     PARTS: tl.constexpr = 2 + C.D if C.SHARED else 2
-    _, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, ROW_STATS, DQ, PART = tensors
+    _, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, OUT, LSE, SEED, DO, GRAD_LSE, ROW_STATS, DQ, PART = tensors
     sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
     H, num_queries, num_keys, padded_queries, padded_keys, _, parts = sizes
     inverse_variance, _, _ = numbers  # as in the other passes, so that the interpreter rounds alike
@@ -338,7 +348,8 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
     o_m = i_m * C.BM + tl.arange(0, C.BM)
-    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
+    first_key = key_origin(SPAN, i_b, C.PACKED)
+    p_k, p_v = K + first_key * skb + i_h // C.GROUP * skh, V + first_key * svb + i_h // C.GROUP * svh
     p_lw, p_row = LW + i_bh.to(tl.int64) * M * padded_keys, i_bh.to(tl.int64) * padded_queries
     p_w = FACTORS
     if C.NARROW and not C.HARD:
@@ -351,6 +362,8 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     b_do = load_rows(p_do, i_m * C.BM, num_queries, sgn, real, C.BM, C.DV, C.BV, True, MASKS)  # [BM, BV]
     b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
+    if C.LSE:
+        delta -= load_vector(GRAD_LSE + p_row, i_m * C.BM, C.BM)
     tl.store(p_row_stats, lse)
     tl.store(p_row_stats + 1, delta)
     inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
@@ -360,17 +373,27 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
             tl.store(p_row_stats + 2 + r, row[r])
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
+    begin, inner = 0, 0
+    if C.WINDOW:
+        begin, inner = window_tiles(i_m, offset, stop, C.WINDOW, C.BM, C.BN)
     b_dq, drow = tl.zeros([C.BM, C.BD], tl.float32), zeros_tuple([C.BM], M)
     moment = zeros_tuple([C.BM], M)
     if C.EVEN and not C.SPANS and not C.CAUSAL:
         tl.assume(full >= C.BN)
     pointers = (p_k, p_v, p_lw, p_w, SEED)
     place = (i_bh, i_m, offset, num_keys, padded_keys, skm, skn, svn)
-    for start in range(0, full, C.BN):
+    for start in range(inner, full, C.BN):
         b_dq, drow, moment = query_step(
             start, (b_dq, drow, moment), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, False, C
         )
-    if C.CAUSAL or C.KEY_MASK or not C.EVEN:
+    if C.WINDOW:
+        first, tail = (inner - begin) // C.BN, tl.maximum(inner, full)
+        for i in tl.range(0, first + tl.cdiv(tl.maximum(stop - tail, 0), C.BN), num_stages=1):
+            start = edge_tile(i, first, begin, tail, C.BN)
+            b_dq, drow, moment = query_step(
+                start, (b_dq, drow, moment), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, True, C
+            )
+    elif C.CAUSAL or C.KEY_MASK or not C.EVEN:
         for start in tl.range(full, stop, C.BN, num_stages=1):
             b_dq, drow, moment = query_step(
                 start, (b_dq, drow, moment), b_q, b_do, row, inverse, lse, delta, pointers, place, numbers, True, C
@@ -407,174 +430,3 @@ def query_kernel(
     for_each_block(
         query_block, tensors, numbers, strides, sizes, BATCHES, section, padded_queries // C.BM, C.BM, True, C
     )
-
-
-@triton.jit
-def key_step(
-    start, state, keys, b_v, log_w, w, inverse, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr
-):
-    """Add one query tile's share of dk, dv and the key biases, transposed: keys are rows."""
-    M: tl.constexpr = C.M
-    FACTORED: tl.constexpr = C.NARROW and not C.HARD
-    b_dk, b_dv, dw = state
-    p_q, p_do, p_row_stats, p_seed = pointers
-    i_bh, i_n, offset, num_queries, stride_q, stride_g = place
-    _, threshold, inverse_keep = numbers
-    o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
-    HIDES: tl.constexpr = MASKED and C.SPANS and not C.PACKED  # some queries are masked
-    real = load_columns(p_row_stats, start, C.BM, C.WIDTH)[0] != FOREVER if HIDES else None
-    b_q = load_rows(p_q, start, num_queries, stride_q, real, C.BM, C.D, C.BD, MASKED, HIDES)  # [BM, BD]
-    CLAMP: tl.constexpr = b_q.dtype == tl.float32 or C.VARIANCES
-    b_do = load_rows(p_do, start, num_queries, stride_g, real, C.BM, C.DV, C.BV, MASKED, HIDES)  # [BM, BV]
-    slope = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)  # [BN, BM]
-    known = load_columns(p_row_stats, start, C.BM, C.WIDTH)
-    lse, delta = known[0], known[1]
-    if C.DROPOUT:  # the weights that are kept are divided by their share at the end
-        drop = dropout(p_seed, i_bh, start, i_n * C.BN, threshold, 1.0, True, C.BM, C.BN)
-        slope = slope * drop * inverse_keep
-    slope -= delta[None, :]
-    x = ()
-    for r in tl.static_range(M):
-        if r == 0 or not C.SHARED:
-            s = tl.dot(keys[r], tl.trans(b_q), input_precision=C.PRECISION)
-        y = s * (inverse[r] * LOG2E)
-        if not FACTORED:
-            y += log_w[r][:, None]
-        if C.VARIANCES:
-            y += known[2 + r][None, :]
-        if C.CAUSAL and MASKED:
-            y = tl.where(o_n[:, None] <= o_m[None, :] + offset, y, NEVER)
-        x = x + (y,)
-    if C.HARD:
-        best, won = winner(x, M)
-        total = weight_of(best - lse[None, :], CLAMP)
-        whole = total * slope
-    elif FACTORED:
-        parts = factored_parts(x, lse, w, b_q.dtype, True, M)
-        total, slope = summed(parts, M), slope.to(b_q.dtype)
-    else:
-        total = tl.zeros_like(slope)
-    dk, db, columns, mixed = (), (), dw[0], tl.zeros_like(slope)
-    for r in tl.static_range(M):
-        if C.HARD:
-            ds = tl.where(won == r, whole, 0.0)
-        elif FACTORED:
-            ds = parts[r] * slope
-        else:
-            part = weight_of(x[r] - lse[None, :], CLAMP)
-            total += part
-            ds = part * slope
-        if C.NARROW:
-            columns = tl.dot(ds.to(b_q.dtype), unit_column(r, C.BM, b_q.dtype), columns)
-        else:
-            db = db + (dw[r] + tl.sum(ds, 1),)
-        if C.SHARED:
-            mixed += ds * inverse[r]
-        else:
-            dk = dk + (tl.dot(ds.to(b_q.dtype), b_q, b_dk[r], input_precision=C.PRECISION),)
-    if C.SHARED:
-        dk = (tl.dot(mixed.to(b_q.dtype), b_q, b_dk[0], input_precision=C.PRECISION),)
-    if C.NARROW:
-        db = (columns,)
-    if C.DROPOUT:
-        total = total * drop.to(total.dtype)
-    b_dv = tl.dot(total.to(b_do.dtype), b_do, b_dv, input_precision=C.PRECISION)
-    return dk, b_dv, db
-
-
-@triton.jit
-def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
-    """dk, dv, and the block's share of dlog_prior, dvariance and dshift."""
-    M: tl.constexpr = C.M
-    KEYS: tl.constexpr = 1 if C.SHARED else M
-    PARTS: tl.constexpr = 2 + C.D if C.SHARED else 2
-    _, SPAN, Q, K, SHIFT, V, LW, FACTORS, VARIANCE, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
-    sqb, sqh, sqn, skb, skh, skm, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdm, sdn, seb, seh, sen = strides
-    H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts = sizes
-    inverse_variance, _, inverse_keep = numbers
-    i_b, i_h, positions = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), num_keys
-    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
-    offset = num_keys - num_queries
-    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
-    o_n = i_n * C.BN + tl.arange(0, C.BN)
-    p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
-    p_k, p_row = K + origin * skb + i_h * skh, i_bh.to(tl.int64) * padded_queries
-    p_row_stats = ROW_STATS + p_row * C.WIDTH
-    log_w = load_vectors(LW + i_bh.to(tl.int64) * M * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
-    seen, p_v = any_component(log_w, M), V + origin * svb + i_h * svh
-    b_v = load_rows(p_v, i_n * C.BN, num_keys, svn, seen, C.BN, C.DV, C.BV, True, C.KEY_MASK)  # [BN, BV]
-    w = log_w
-    if C.NARROW and not C.HARD:
-        w = load_vectors(FACTORS + i_bh.to(tl.int64) * M * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
-    keys = ()
-    for r in tl.static_range(KEYS):
-        b_k = load_rows(p_k + r * skm, i_n * C.BN, num_keys, skn, seen, C.BN, C.D, C.BD, True, C.KEY_MASK)  # [BN, BD]
-        keys = keys + (b_k,)
-    inverse = inverse_variances(VARIANCE, i_h, inverse_variance, M, C.VARIANCES)
-
-    begin, visible, whole, stop = query_tiles(
-        i_n, i_b, SPAN, offset, last_query, last_key, num_queries, C.CAUSAL, C.SPANS and not C.PACKED, C.BM, C.BN
-    )
-    b_dk, b_dv, dw = (
-        zeros_tuple([C.BN, C.BD], KEYS),
-        tl.zeros([C.BN, C.BV], tl.float32),
-        zeros_tuple([C.BN, SUMS], 1) if C.NARROW else zeros_tuple([C.BN], M),
-    )
-    if C.EVEN and not C.SPANS and not C.CAUSAL:
-        tl.assume(whole >= C.BM)
-    pointers = (p_q, p_do, p_row_stats, SEED)
-    place = (i_bh, i_n, offset, num_queries, sqn, sgn)
-    for start in range(visible, whole, C.BM):
-        b_dk, b_dv, dw = key_step(
-            start, (b_dk, b_dv, dw), keys, b_v, log_w, w, inverse, pointers, place, numbers, False, C
-        )
-    if C.CAUSAL or C.SPANS or not C.EVEN:
-        diagonal, tail = tl.cdiv(visible - begin, C.BM), tl.maximum(visible, whole)
-        for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), C.BM), num_stages=1):
-            start = tl.where(i < diagonal, begin + i * C.BM, tail + (i - diagonal) * C.BM)
-            b_dk, b_dv, dw = key_step(
-                start, (b_dk, b_dv, dw), keys, b_v, log_w, w, inverse, pointers, place, numbers, True, C
-            )
-    if C.NARROW:
-        dw = split_columns(dw[0], M)
-    if C.KEY_MASK or not C.EVEN:  # a hidden key has whatever is in its own rows
-        b_dv, dw = tl.where(seen[:, None], b_dv, 0.0), where_tuple(seen, dw, M)
-        b_dk = where_tuple(seen[:, None], b_dk, KEYS)
-    if C.DROPOUT:
-        b_dv *= inverse_keep
-
-    p_dk, o_d = DK + origin * sdb + i_h * sdh, tl.arange(0, C.BD)
-    for r in tl.static_range(M):
-        p_part = PART + ((i_bh.to(tl.int64) * parts + query_parts + i_n) * M + r) * PARTS
-        tl.store(p_part, tl.sum(dw[r], 0))
-        if r == 0 or not C.SHARED:
-            b_k = load_tile(p_k + r * skm, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True).to(tl.float32)
-            if C.KEY_MASK:
-                b_k = tl.where(seen[:, None], b_k, 0.0)
-            grad = b_dk[r]
-        if C.SHARED:
-            b_kr = b_k + load_shift(SHIFT, i_h * M + r, C.D, C.BD)[None, :]  # [BN, BD]
-            pull = dw[r][:, None] * b_kr * inverse[r]
-            grad -= pull
-            tl.store(p_part + 1, tl.sum(tl.sum(pull * b_kr, 1), 0) * 0.5 * inverse[r])
-            tl.store(p_part + 2 + o_d, -tl.sum(pull, 0), mask=o_d < C.D)
-        else:
-            if C.VARIANCES:
-                moment = tl.sum(b_k * (0.5 * dw[r][:, None] * b_k - b_dk[r]), 1)
-                tl.store(p_part + 1, tl.sum(moment, 0) * inverse[r] * inverse[r])
-            grad = (grad - dw[r][:, None] * b_k) * inverse[r]
-        if r == M - 1 or not C.SHARED:
-            store_tile(p_dk + (0 if C.SHARED else r) * sdm, grad, i_n * C.BN, num_keys, sdn, C.BN, C.D, C.BD)
-        if C.POSITIONS:
-            tl.store(DLW + (i_bh.to(tl.int64) * M + r) * positions + o_n, dw[r], mask=o_n < num_keys)
-    store_tile(GRAD_V + origin * seb + i_h * seh, b_dv, i_n * C.BN, num_keys, sen, C.BN, C.DV, C.BV)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def key_kernel(
-    tensors, numbers, strides, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts,
-    parts, C: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the keys and values, one program for each block of them."""
-    sizes = (H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts)
-    for_each_block(key_block, tensors, numbers, strides, sizes, BATCHES, section, padded_keys // C.BN, C.BN, False, C)

@@ -33,7 +33,6 @@ from mgk.ops.triton.mixing import (
     cast_tuple,
     exp2_tuple,
     exponents,
-    lead_over_second,
     mixed,
     only_shown,
     second_share,
@@ -46,19 +45,17 @@ from mgk.ops.triton.primitives import (
     NEVER,
     SUMS,
     dropout,
+    edge_tile,
     flag_bad_sums,
     for_each_block,
+    key_origin,
     key_range,
     key_tiles,
-    load_columns,
     load_rows,
     load_tile,
     load_vector,
     load_vectors,
-    multiply,
-    multiply_add,
     online_softmax,
-    query_tiles,
     sees_a_key,
     sequence,
     shown_pairs,
@@ -67,6 +64,7 @@ from mgk.ops.triton.primitives import (
     store_tile,
     unit_column,
     where_tuple,
+    window_tiles,
     zeros_tuple,
 )
 
@@ -96,7 +94,9 @@ def forward_step(start, state, b_q, rows, pointers, place, numbers, MASKED: tl.c
     o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
     HIDES: tl.constexpr = MASKED and C.KEY_MASK
     visible = load_vector(p_keys, start, C.BN) == 0 if MASKED else None
-    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, C.KEY_MASK or not C.EVEN) if MASKED else None
+    shown = None
+    if MASKED:
+        shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, C.KEY_MASK or not C.EVEN, C.WINDOW)
     b_k = load_rows(p_k, start, num_keys, stride_k, visible, C.BN, C.D, C.BD, MASKED, HIDES)  # [BN, BD]
     s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)  # [BM, BN]
     if MASKED and is_fast(C.PATH):
@@ -156,7 +156,8 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
     o_m = i_m * C.BM + tl.arange(0, C.BM)
-    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
+    first_key = key_origin(SPAN, i_b, C.PACKED)
+    p_k, p_v = K + first_key * skb + i_h // C.GROUP * skh, V + first_key * svb + i_h // C.GROUP * svh
     p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
     b_q = load_tile(Q + origin * sqb + i_h * sqh, i_m * C.BM, num_queries, sqn, C.BM, C.D, C.BD, True)  # [BM, BD]
@@ -173,6 +174,9 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         p_narrow += i_bh.to(tl.int64) * M * padded_keys
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
+    begin, inner = 0, 0
+    if C.WINDOW:
+        begin, inner = window_tiles(i_m, offset, stop, C.WINDOW, C.BM, C.BN)
     if C.FIXED:
         m = load_vector(p_rows, i_m * C.BM, C.BM)
     else:
@@ -182,9 +186,14 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         tl.assume(full >= C.BN)
     pointers = (p_k, p_v, p_keys, p_narrow, SEED)
     place = (i_bh, i_m, offset, num_keys, padded_keys, skn, svn)
-    for start in range(0, full, C.BN):
+    for start in range(inner, full, C.BN):
         acc, m, l = forward_step(start, (acc, m, l), b_q, rows, pointers, place, numbers, False, C)
-    if C.CAUSAL or C.KEY_MASK or not C.EVEN:
+    if C.WINDOW:
+        first, tail = (inner - begin) // C.BN, tl.maximum(inner, full)
+        for i in tl.range(0, first + tl.cdiv(tl.maximum(stop - tail, 0), C.BN), num_stages=1):
+            start = edge_tile(i, first, begin, tail, C.BN)
+            acc, m, l = forward_step(start, (acc, m, l), b_q, rows, pointers, place, numbers, True, C)
+    elif C.CAUSAL or C.KEY_MASK or not C.EVEN:
         for start in tl.range(full, stop, C.BN, num_stages=1):
             acc, m, l = forward_step(start, (acc, m, l), b_q, rows, pointers, place, numbers, True, C)
 
@@ -196,11 +205,11 @@ def forward_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     if C.MASK_QUERIES:
         takes_part = takes_part & (tl.load(QUERY_MASK + i_b * num_queries + o_m, mask=o_m < num_queries, other=0) != 0)
     if C.FIXED or C.PATH == FAST:
-        sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS)
+        sees = takes_part & sees_a_key(SPAN, i_b, o_m, offset, num_keys, C.CAUSAL, C.SPANS, C.WINDOW)
         if C.FIXED:
-            flag_bad_sums(OVERFLOW, i_bh, l, sees)
+            flag_bad_sums(OVERFLOW, i_bh // C.GROUP, l, sees)
         else:  # float16 rounds each of N weights by up to 2^-25, which should be below 2^-11 of their sum
-            flag_bad_sums(OVERFLOW, i_bh, l, sees, 2.0**-14 * tl.sqrt(num_keys.to(tl.float32)), 2.0**15)
+            flag_bad_sums(OVERFLOW, i_bh // C.GROUP, l, sees, 2.0**-14 * tl.sqrt(num_keys.to(tl.float32)), 2.0**15)
     takes_part = takes_part & (l != 0)  # NaN does: it must be seen
     out = tl.where(takes_part[:, None], acc / tl.where(l == 0, 1.0, l)[:, None], 0.0)
     store_tile(OUT + origin * sob + i_h * soh, out, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV)
@@ -236,7 +245,9 @@ def query_step(
     o_m, o_n = i_m * C.BM + tl.arange(0, C.BM), start + tl.arange(0, C.BN)
     HIDES: tl.constexpr = MASKED and C.KEY_MASK
     visible = load_vector(p_keys, start, C.BN) == 0 if MASKED else None
-    shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, C.KEY_MASK or not C.EVEN) if MASKED else None
+    shown = None
+    if MASKED:
+        shown = shown_pairs(o_m, o_n, offset, visible, C.CAUSAL, C.KEY_MASK or not C.EVEN, C.WINDOW)
     b_k = load_rows(p_k, start, num_keys, stride_k, visible, C.BN, C.D, C.BD, MASKED, HIDES)  # [BN, BD]
     b_v = load_rows(p_v, start, num_keys, stride_v, visible, C.BN, C.DV, C.BV, MASKED, HIDES)  # [BN, BV]
     s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)  # [BM, BN]
@@ -326,7 +337,26 @@ def store_row_stats(
 def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     """dq, what the key pass needs, and the block's share of dshift."""
     M: tl.constexpr = C.M
-    _, SPAN, Q, K, SHIFT, V, KEYS, FACTORS, KEY_COLUMNS, OUT, ROWS, SEED, DO, ROW_STATS, ROW_COLUMNS, DQ, PART = tensors
+    (
+        _,
+        SPAN,
+        Q,
+        K,
+        SHIFT,
+        V,
+        KEYS,
+        FACTORS,
+        KEY_COLUMNS,
+        OUT,
+        ROWS,
+        SEED,
+        DO,
+        GRAD_LSE,
+        ROW_STATS,
+        ROW_COLUMNS,
+        DQ,
+        PART,
+    ) = tensors
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sgb, sgh, sgn, sdb, sdh, sdn = strides
     H, num_queries, num_keys, padded_queries, padded_keys, _, parts = sizes
     inverse_variance = numbers[3]
@@ -335,7 +365,8 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     offset = num_keys - num_queries
     last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
     o_m, o_d = i_m * C.BM + tl.arange(0, C.BM), tl.arange(0, C.BD)
-    p_k, p_v = K + origin * skb + i_h * skh, V + origin * svb + i_h * svh
+    first_key = key_origin(SPAN, i_b, C.PACKED)
+    p_k, p_v = K + first_key * skb + i_h // C.GROUP * skh, V + first_key * svb + i_h // C.GROUP * svh
     p_keys = KEYS + i_g * (1 + 2 * M) * padded_keys
     p_rows = ROWS + i_g * (1 + 2 * M) * padded_queries
     lse = load_vector(p_rows, i_m * C.BM, C.BM)
@@ -346,6 +377,10 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     b_do = load_rows(p_do, i_m * C.BM, num_queries, sgn, real, C.BM, C.DV, C.BV, True, MASKS)  # [BM, BV]
     b_o = load_tile(OUT + origin * sob + i_h * soh, i_m * C.BM, num_queries, son, C.BM, C.DV, C.BV, True)  # [BM, BV]
     delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
+    grad_lse = tl.zeros([C.BM], tl.float32)
+    if C.LSE:
+        grad_lse = load_vector(GRAD_LSE + i_g * padded_queries, i_m * C.BM, C.BM)
+        delta -= grad_lse
     rows = load_vectors(
         p_rows + (1 + M if C.PATH == FALLBACK else 1) * padded_queries, i_m * C.BM, padded_queries, C.BM, M
     )
@@ -366,6 +401,9 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
     )  # fmt: skip
 
     full, stop = key_tiles(i_m, i_b, SPAN, offset, last_query, last_key, num_keys, C.CAUSAL, C.KEY_MASK, C.BM, C.BN)
+    begin, inner = 0, 0
+    if C.WINDOW:
+        begin, inner = window_tiles(i_m, offset, stop, C.WINDOW, C.BM, C.BN)
     b_dq = tl.zeros([C.BM, C.BD], tl.float32)
     if C.NARROW:
         du = zeros_tuple([C.BM, COLUMNS if C.PATH == FAST else SUMS], 1)
@@ -375,14 +413,19 @@ def query_block(i_m, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
         tl.assume(full >= C.BN)
     pointers = (p_k, p_v, p_keys, p_narrow, p_columns, SEED)
     place = (i_bh, i_m, offset, num_keys, padded_keys, skn, svn)
-    for start in range(0, full, C.BN):
+    for start in range(inner, full, C.BN):
         b_dq, du = query_step(start, (b_dq, du), b_q, b_do, rows, lse, delta, pointers, place, numbers, False, C)
-    if C.CAUSAL or C.KEY_MASK or not C.EVEN:
+    if C.WINDOW:
+        first, tail = (inner - begin) // C.BN, tl.maximum(inner, full)
+        for i in tl.range(0, first + tl.cdiv(tl.maximum(stop - tail, 0), C.BN), num_stages=1):
+            start = edge_tile(i, first, begin, tail, C.BN)
+            b_dq, du = query_step(start, (b_dq, du), b_q, b_do, rows, lse, delta, pointers, place, numbers, True, C)
+    elif C.CAUSAL or C.KEY_MASK or not C.EVEN:
         for start in tl.range(full, stop, C.BN, num_stages=1):
             b_dq, du = query_step(start, (b_dq, du), b_q, b_do, rows, lse, delta, pointers, place, numbers, True, C)
     if C.NARROW:
         du = split_columns(du[0], M)
-    dlog_u, rest = (), tl.zeros([C.BM], tl.float32)  # rows of dl sum to 0: the first has what the others leave
+    dlog_u, rest = (), grad_lse  # rows of dl sum to this, mostly 0: the first has what the others leave
     for r in tl.static_range(1, M):
         part = du[r] * rows[r] if C.PATH == FAST else du[r]
         rest -= part
@@ -414,184 +457,3 @@ def query_kernel(
     for_each_block(
         query_block, tensors, numbers, strides, sizes, BATCHES, section, padded_queries // C.BM, C.BM, True, C
     )
-
-
-@triton.jit
-def key_step(start, state, b_k, b_v, w, pointers, place, numbers, MASKED: tl.constexpr, C: tl.constexpr):
-    """Add one query tile's share of dk, dv and dlog_w (on the FAST path without its w), transposed: keys are rows.
-
-    `w`: the w (FAST_HARD: and the gap); other paths: the log_w. `dw` has a vector per
-    component, or with narrow mixing is one block of columns.
-    """
-    M: tl.constexpr = C.M
-    b_dk, b_dv, dw = state
-    p_q, p_do, p_rows, p_row_stats, p_columns, p_seed = pointers
-    i_bh, i_n, offset, num_queries, padded_queries, stride_q, stride_g = place
-    scale, threshold, inverse_keep, _ = numbers
-    o_m, o_n = start + tl.arange(0, C.BM), i_n * C.BN + tl.arange(0, C.BN)
-    HIDES: tl.constexpr = MASKED and C.SPANS and not C.PACKED  # some queries are masked
-    CHECKS: tl.constexpr = HIDES or (MASKED and C.CAUSAL)
-    real, shown = load_columns(p_row_stats, start, C.BM, C.WIDTH)[0] != FOREVER if HIDES else None, None
-    b_q = load_rows(p_q, start, num_queries, stride_q, real, C.BM, C.D, C.BD, MASKED, HIDES)  # [BM, BD]
-    b_do = load_rows(p_do, start, num_queries, stride_g, real, C.BM, C.DV, C.BV, MASKED, HIDES)  # [BM, BV]
-    s = tl.dot(b_k, tl.trans(b_q), input_precision=C.PRECISION)  # [BN, BM]
-    if CHECKS:
-        shown = shown_pairs(o_m, o_n, offset, real, C.CAUSAL, HIDES, True)
-        if is_fast(C.PATH):
-            s = tl.where(shown, s, NEVER)
-    slope = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)  # [BN, BM]
-    known = load_columns(p_row_stats, start, C.BM, C.WIDTH)
-    lse, delta, rows = known[0], known[1], ()
-    for r in tl.static_range(M):
-        rows = rows + (known[1 + r],)  # the first are all 1, or 0, and not asked for
-    drop = 1.0
-    if C.DROPOUT:
-        drop = dropout(p_seed, i_bh, start, i_n * C.BN, threshold, inverse_keep, True, C.BM, C.BN)
-        slope *= drop
-    slope -= delta[None, :]
-    new = ()
-    if is_fast(C.PATH):
-        e = tl.exp2(s * scale - lse[None, :])
-        g = e * slope
-        if C.PATH == FAST_HARD:
-            e, g = (e * drop).to(b_q.dtype), g.to(b_q.dtype)
-            mix = mixed(cast_tuple(rows, b_q.dtype, M), cast_tuple(w, b_q.dtype, M), True, M, True)
-            p, ds = multiply(e, mix), multiply(g, mix)
-            sums = tl.dot(ds, unit_column(0, C.BM, b_q.dtype), dw[0])
-            new = (second_share(ds, sums, known[3].to(tl.float16), w[2], True),)
-        elif C.NARROW:
-            e, g = (e * drop).to(b_q.dtype), g.to(b_q.dtype)
-            b_r = load_tile(p_columns, start, padded_queries, COLUMNS, C.BM, COLUMNS, COLUMNS, False)  # [BM, COLUMNS]
-            new = new + (tl.dot(g, b_r, dw[0]),)
-            mix = tl.broadcast_to(w[0].to(b_q.dtype)[:, None], s.shape)
-            for r in tl.static_range(1, M):
-                column, row = w[r].to(b_q.dtype)[:, None], rows[r].to(b_q.dtype)[None, :]
-                mix = multiply_add(tl.broadcast_to(column, s.shape), tl.broadcast_to(row, s.shape), mix)
-            p, ds = multiply(e, mix), multiply(g, mix)
-        else:
-            new = new + (dw[0] + tl.sum(g, 1),)
-            for r in tl.static_range(1, M):
-                new = new + (dw[r] + tl.sum(g * rows[r][None, :], 1),)
-            mix = mixed(rows, w, True, M)
-            p, ds = e * mix, g * mix
-    elif C.PATH == HARD:
-        best, won = best_bid(slope, rows, w, True, M)
-        x = only_shown(s * scale + best, shown, CHECKS)
-        p = weight_of(x - lse[None, :], b_k.dtype == tl.float32)
-        ds = p * slope
-        if C.NARROW:
-            new = new + (tl.dot(ds.to(b_q.dtype), unit_column(0, C.BM, b_q.dtype), dw[0]),)
-        else:
-            new = new + (dw[0] + tl.sum(ds, 1),)
-        for r in tl.static_range(1, M):
-            share = tl.where(won == r, ds, 0.0)
-            if C.NARROW:
-                new = (tl.dot(share.to(b_q.dtype), unit_column(r, C.BM, b_q.dtype), new[0]),)
-            else:
-                new = new + (dw[r] + tl.sum(share, 1),)
-    else:
-        log_u = load_vectors(p_rows + (1 + M) * padded_queries, start, padded_queries, C.BM, M)
-        p, ds = tl.zeros_like(s), tl.zeros_like(s)
-        x = exponents(s, scale, log_u, w, shown, True, CHECKS, M)
-        for r in tl.static_range(M):
-            part = weight(x[r] - lse[None, :])
-            p += part
-            part *= slope
-            ds += part
-            new = new + (dw[r] + tl.sum(part, 1),)
-    if C.DROPOUT and not (C.NARROW and C.PATH != HARD):
-        p *= drop
-    b_dv = tl.dot(p.to(b_do.dtype), b_do, b_dv, input_precision=C.PRECISION)
-    b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision=C.PRECISION)
-    return b_dk, b_dv, new
-
-
-@triton.jit
-def key_block(i_n, i_bh, tensors, numbers, strides, sizes, C: tl.constexpr):
-    """dk, dv, and the block's share of dshift and dlog_prior."""
-    M: tl.constexpr = C.M
-    _, SPAN, Q, K, SHIFT, V, KEYS, ROWS, ROW_COLUMNS, SEED, DO, ROW_STATS, DK, GRAD_V, DLW, PART = tensors
-    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn, seb, seh, sen = strides
-    H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts = sizes
-    inverse_variance = numbers[3]
-    i_b, i_h, positions = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), num_keys
-    origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, C.PACKED)
-    offset = num_keys - num_queries
-    last_query, last_key = key_range(SPAN, i_b, num_queries, num_keys, C.SPANS)
-    o_n, o_d = i_n * C.BN + tl.arange(0, C.BN), tl.arange(0, C.BD)
-    p_q, p_do = Q + origin * sqb + i_h * sqh, DO + origin * sgb + i_h * sgh
-    p_row_stats = ROW_STATS + i_bh.to(tl.int64) * C.WIDTH * padded_queries
-    p_keys = KEYS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_keys
-    p_rows = ROWS + i_bh.to(tl.int64) * (1 + 2 * M) * padded_queries
-    seen, p_k = load_vector(p_keys, i_n * C.BN, C.BN) == 0, K + origin * skb + i_h * skh
-    b_k = load_rows(p_k, i_n * C.BN, num_keys, skn, seen, C.BN, C.D, C.BD, True, C.KEY_MASK)  # [BN, BD]
-    p_v = V + origin * svb + i_h * svh
-    b_v = load_rows(p_v, i_n * C.BN, num_keys, svn, seen, C.BN, C.DV, C.BV, True, C.KEY_MASK)  # [BN, BV]
-    w = load_vectors(p_keys + (1 if is_fast(C.PATH) else 1 + M) * padded_keys, i_n * C.BN, padded_keys, C.BN, M)
-    if C.PATH == FAST_HARD:
-        w += (lead_over_second(load_vectors(p_keys + (1 + M) * padded_keys, i_n * C.BN, padded_keys, C.BN, M)),)
-
-    begin, visible, whole, stop = query_tiles(
-        i_n, i_b, SPAN, offset, last_query, last_key, num_queries, C.CAUSAL, C.SPANS and not C.PACKED, C.BM, C.BN
-    )
-    b_dk, b_dv = tl.zeros([C.BN, C.BD], tl.float32), tl.zeros([C.BN, C.BV], tl.float32)
-    p_columns = ROW_COLUMNS
-    if C.NARROW and C.PATH == FAST:
-        p_columns += i_bh.to(tl.int64) * COLUMNS * padded_queries
-    if C.NARROW:
-        dw = zeros_tuple([C.BN, COLUMNS if C.PATH == FAST else SUMS], 1)
-    else:
-        dw = zeros_tuple([C.BN], M)
-    if C.EVEN and not C.SPANS and not C.CAUSAL:
-        tl.assume(whole >= C.BM)
-    pointers = (p_q, p_do, p_rows, p_row_stats, p_columns, SEED)
-    place = (i_bh, i_n, offset, num_queries, padded_queries, sqn, sgn)
-    for start in range(visible, whole, C.BM):
-        b_dk, b_dv, dw = key_step(start, (b_dk, b_dv, dw), b_k, b_v, w, pointers, place, numbers, False, C)
-    if C.CAUSAL or C.SPANS or not C.EVEN:
-        diagonal, tail = tl.cdiv(visible - begin, C.BM), tl.maximum(visible, whole)
-        for i in tl.range(0, diagonal + tl.cdiv(tl.maximum(stop - tail, 0), C.BM), num_stages=1):
-            start = tl.where(i < diagonal, begin + i * C.BM, tail + (i - diagonal) * C.BM)
-            b_dk, b_dv, dw = key_step(start, (b_dk, b_dv, dw), b_k, b_v, w, pointers, place, numbers, True, C)
-    if C.NARROW:
-        dw = split_columns(dw[0], M)
-    dlog_w = ()
-    if is_hard(C.PATH):  # the first component has what the others leave of the whole
-        rest = dw[0]
-        for r in tl.static_range(1, M):
-            rest -= dw[r]
-        dlog_w = dlog_w + (rest,)
-        for r in tl.static_range(1, M):
-            dlog_w = dlog_w + (dw[r],)
-    else:
-        for r in tl.static_range(M):
-            dlog_w = dlog_w + (dw[r] * w[r] if C.PATH == FAST else dw[r],)
-    b_k = load_tile(p_k, i_n * C.BN, num_keys, skn, C.BN, C.D, C.BD, True, True)
-    seen = load_vector(p_keys, i_n * C.BN, C.BN) == 0
-    if C.KEY_MASK or not C.EVEN:  # a hidden key has whatever is in its own rows
-        b_k, b_dv = tl.where(seen[:, None], b_k, 0.0), tl.where(seen[:, None], b_dv, 0.0)
-        dlog_w = where_tuple(seen, dlog_w, M)
-
-    p_part = PART + (i_bh.to(tl.int64) * parts + query_parts + i_n) * M * (C.BD + 1)
-    for r in tl.static_range(M):
-        b_b = tl.load(SHIFT + (i_h * M + r) * C.D + o_d, mask=o_d < C.D, other=0.0).to(tl.float32)
-        pull = dlog_w[r][:, None] * (b_k.to(tl.float32) + b_b[None, :])
-        b_dk -= pull
-        tl.store(p_part + r * (C.BD + 1) + o_d, -tl.sum(pull, 0) * inverse_variance)
-        tl.store(p_part + r * (C.BD + 1) + C.BD, tl.sum(dlog_w[r], 0))
-        if C.POSITIONS:
-            tl.store(DLW + (i_bh.to(tl.int64) * M + r) * positions + o_n, dlog_w[r], mask=o_n < num_keys)
-    if C.KEY_MASK or not C.EVEN:
-        b_dk = tl.where(seen[:, None], b_dk, 0.0)
-    store_tile(DK + origin * sdb + i_h * sdh, b_dk * inverse_variance, i_n * C.BN, num_keys, sdn, C.BN, C.D, C.BD)
-    store_tile(GRAD_V + origin * seb + i_h * seh, b_dv, i_n * C.BN, num_keys, sen, C.BN, C.DV, C.BV)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def key_kernel(
-    tensors, numbers, strides, BATCHES, section, H, num_queries, num_keys, padded_queries, padded_keys, query_parts,
-    parts, C: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the keys and values, one program for each block of them."""
-    sizes = (H, num_queries, num_keys, padded_queries, padded_keys, query_parts, parts)
-    for_each_block(key_block, tensors, numbers, strides, sizes, BATCHES, section, padded_keys // C.BN, C.BN, False, C)
