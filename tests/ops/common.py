@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mgk
 
-IMPLS = ("reference", "blockwise")
+IMPLS = ("reference", "blockwise", "native")
 VARIANTS = ("mgk", "smgk")
 E_STEPS = ("soft", "hard")
 

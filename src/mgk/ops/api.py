@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mgk.ops import arguments as check
-from mgk.ops import blockwise, dispatch, reference
+from mgk.ops import blockwise, dispatch, native, reference
 from mgk.ops.common import capability, compute_dtype, dtype_name, shifted_keys, without_autocast
 from mgk.ops.dispatch import IMPLEMENTATIONS
 
@@ -301,8 +301,9 @@ def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
     check.check_choice("impl", impl, IMPLEMENTATIONS)
     width = max(query.shape[-1], value.shape[-1])
     name, reason = dispatch.implementation(
-        impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON, capability(query.device)
-    )
+        impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON, capability(query.device),
+        native.reason_missing(),
+    )  # fmt: skip
     if name == "reference" and impl == "auto" and query.device.type != "meta":
         warn_dense(reason)
     if name == "triton":  # loads Triton
@@ -310,6 +311,9 @@ def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
 
         triton.require_support(query, value)
         return triton
+    if name == "native":
+        native.require_support(query, width)
+        return native
     return reference if name == "reference" else blockwise
 
 

@@ -1,0 +1,68 @@
+"""Mixture-key attention on the CPU as compiled code: one call of a library forward and one backward.
+
+    call.h          the layout of a call; library.py packs it
+    attention.cpp   the kernels, compiled once for each instruction set; products.h, vectors.h: what they are made of
+    library.cpp     the library's interface and its threads
+    build.py        compiles the library
+    operators.py    the torch.library operators
+
+M-steps are those of `mgk.ops.blockwise`.
+
+B batch, H query heads, G key/value heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mgk.ops.blockwise.statistics import component_statistics, prior_statistics
+from mgk.ops.common import Variance, compute_dtype, dtype_name, unused
+from mgk.ops.dispatch import lacks_native
+from mgk.ops.native.library import reason_missing
+from mgk.ops.native.operators import attention
+
+__all__ = [
+    "component_statistics", "mgk_attention", "prior_statistics", "reason_missing", "require_support", "smgk_attention"
+]  # fmt: skip
+
+
+def require_support(query: Tensor, width: int) -> None:
+    if query.device.type != "cpu":
+        raise ValueError(f"impl: expected tensors on the CPU for 'native', got {query.device}")
+    if reason := reason_missing():
+        raise RuntimeError(f"impl: 'native' needs its compiled library: {reason}")
+    if reason := lacks_native(dtype_name(query.dtype), width):
+        raise ValueError(f"impl: {reason}; use 'blockwise'")
+
+
+def mgk_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variance: Variance, e_step: str,
+    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return _attend(query, key, None, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask)
+
+
+def smgk_attention(
+    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, variance: Variance, e_step: str,
+    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return _attend(query, key, shift, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask)
+
+
+def _attend(
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, variance: Variance,
+    e_step: str, is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    dtype = compute_dtype(query.dtype)
+    hard, several = e_step == "hard", isinstance(variance, Tensor)
+    output: Tensor
+    output, _, _ = attention(
+        query, key, None if shift is None else shift.to(dtype), value,
+        None if log_prior is None or hard else log_prior.to(dtype), variance.to(dtype) if several else None, key_mask,
+        query_mask, 1.0 if several else variance, hard, is_causal, 0, dropout_p,
+        torch.randint(1 << 62, ()) if dropout_p else None,
+    )  # fmt: skip
+    if hard and log_prior is not None and log_prior.requires_grad:
+        output = output + unused(log_prior).to(output.dtype)
+    return output
