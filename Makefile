@@ -19,7 +19,7 @@ setup: $(STAMP)
 
 # The stamp lets a second run start at once. The environment is installed again when one of these files changes.
 # Compiling all modules would take a minute; Python compiles those that are imported.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/mgk/ops/native/*.cpp src/mgk/ops/native/*.h src/mgk/ops/native/build.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $@

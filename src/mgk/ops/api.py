@@ -299,13 +299,14 @@ def rows_attention(
 def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
     """The module that does the work. Where "auto" is left with the dense formula, it warns once and says why."""
     check.check_choice("impl", impl, IMPLEMENTATIONS)
-    width = max(query.shape[-1], value.shape[-1])
+    width, missing = max(query.shape[-1], value.shape[-1]), native.reason_missing()
     name, reason = dispatch.implementation(
-        impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON, capability(query.device),
-        native.reason_missing(),
-    )  # fmt: skip
+        impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON, capability(query.device), missing
+    )
     if name == "reference" and impl == "auto" and query.device.type != "meta":
         warn_dense(reason)
+    if name == "blockwise" and impl == "auto" and missing:
+        warn_slow(missing)
     if name == "triton":  # loads Triton
         from mgk.ops import triton
 
@@ -321,6 +322,13 @@ def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
 def warn_dense(reason: str) -> None:
     """Once for each reason."""
     message = f"impl='auto' takes the dense reference implementation, in O(N^2) memory: {reason}"
+    warnings.warn(message, stacklevel=4)
+
+
+@cache
+def warn_slow(reason: str) -> None:
+    """Once for each reason."""
+    message = f"mgk computes attention on the CPU without its native kernels, two to four times as slowly: {reason}"
     warnings.warn(message, stacklevel=4)
 
 
