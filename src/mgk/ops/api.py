@@ -299,7 +299,7 @@ def rows_attention(
 def implementation(impl: str, query: Tensor, value: Tensor) -> ModuleType:
     """The module that does the work. Where "auto" is left with the dense formula, it warns once and says why."""
     check.check_choice("impl", impl, IMPLEMENTATIONS)
-    width, missing = max(query.shape[-1], value.shape[-1]), native.reason_missing()
+    width, missing = max(query.shape[-1], value.shape[-1]), native.MISSING
     name, reason = dispatch.implementation(
         impl, query.device.type, dtype_name(query.dtype), width, HAS_TRITON, capability(query.device), missing
     )

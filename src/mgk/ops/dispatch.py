@@ -15,6 +15,7 @@ from mgk.ops.tiles import Tile as Tile
 from mgk.ops.tiles import block_width as block_width
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "native", "triton")
+LINEAR_IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")  # of linear attention
 TRITON_DTYPES = ("bfloat16", "float16", "float32")
 TRITON_WIDTH = 256
 NATIVE_DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -51,6 +51,7 @@ def component_sums(
     For shifted keys with one variance q.k cancels: gamma = softmax_r(log_u + log_w), without a score product.
     """
     query, key = zero_masked(query, query_mask), zero_masked(key, key_mask)
+    query = query.masked_fill(query.isinf(), torch.nan)  # a bias of -inf would mean a removed component
     products = shift is None or isinstance(variance, Tensor)
     if shift is None or isinstance(variance, Tensor):
         key = key if shift is None else shifted_keys(key, shift)

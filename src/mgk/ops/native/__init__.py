@@ -19,19 +19,20 @@ from torch import Tensor
 from mgk.ops.blockwise.statistics import component_statistics, prior_statistics
 from mgk.ops.common import Variance, compute_dtype, dtype_name, unused
 from mgk.ops.dispatch import lacks_native
-from mgk.ops.native.library import reason_missing
+from mgk.ops.flops import register_formulas
+from mgk.ops.native.library import MISSING
 from mgk.ops.native.operators import attention
 
 __all__ = [
-    "component_statistics", "mgk_attention", "prior_statistics", "reason_missing", "require_support", "smgk_attention"
+    "MISSING", "component_statistics", "mgk_attention", "prior_statistics", "require_support", "smgk_attention"
 ]  # fmt: skip
 
 
 def require_support(query: Tensor, width: int) -> None:
     if query.device.type != "cpu":
         raise ValueError(f"impl: expected tensors on the CPU for 'native', got {query.device}")
-    if reason := reason_missing():
-        raise RuntimeError(f"impl: 'native' needs its compiled library: {reason}")
+    if MISSING:
+        raise RuntimeError(f"impl: 'native' needs its compiled library, but {MISSING}")
     if reason := lacks_native(dtype_name(query.dtype), width):
         raise ValueError(f"impl: {reason}; use 'blockwise'")
 
@@ -56,6 +57,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     dtype = compute_dtype(query.dtype)
     hard, several = e_step == "hard", isinstance(variance, Tensor)
+    register_formulas()
     output: Tensor
     output, _, _ = attention(
         query, key, None if shift is None else shift.to(dtype), value,

@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mgk.ops.native.build import library_path
 
 # `Call` of call.h: pointers, strides and other integers, and two numbers, of 8 bytes each.
 CALL = struct.Struct("@19P47q2d")
-HOW = "install mgk again where there is a C++ compiler, or run `python -m mgk.ops.native.build`"
+ADVICE = "install mgk again where there is a C++ compiler, or run `python -m mgk.ops.native.build`"
 
 
-class Missing(str):
-    """Why there is no library."""
-
-
-@cache
-def load() -> Any:
-    """The library as ctypes has it, or `Missing`."""
-    path = library_path()
+def load(path: Path) -> tuple[Any, str]:
+    """The library as ctypes has it, or None and why it cannot be used."""
     if not path.exists():
-        old = any(path.parent.glob("_native_*"))
-        return Missing(f"it is {'of other sources than these' if old else 'not built'}: {HOW}")
+        stale = any(path.parent.glob("_native_*"))
+        return None, f"the library is {'older than its sources' if stale else 'not built'}: {ADVICE}"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        return Missing(f"it cannot be loaded ({error}): {HOW}")
-    for name in ("mgk_forward", "mgk_backward"):
-        function = getattr(library, name)
-        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+        return None, f"the library cannot be loaded ({error}): {ADVICE}"
     library.mgk_call_bytes.restype = ctypes.c_int64
-    library.mgk_instruction_set.restype = ctypes.c_char_p
     if library.mgk_call_bytes() != CALL.size:
-        return Missing(f"its calls have {library.mgk_call_bytes()} bytes and not {CALL.size}: {HOW}")
-    return library
+        return None, f"the library reads calls of {library.mgk_call_bytes()} bytes, not {CALL.size}: {ADVICE}"
+    for function in (library.mgk_forward, library.mgk_backward):
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+    library.mgk_instruction_set.restype = ctypes.c_char_p
+    return library, ""
 
 
-def reason_missing() -> str:
-    """Why the library cannot be used; empty where it can."""
-    found = load()
-    return str(found) if isinstance(found, Missing) else ""
+LIBRARY, MISSING = load(library_path())
+
+
+def instruction_set() -> str:
+    """What the kernels were chosen for: avx512, avx2 or portable. MGK_NATIVE_ISA asks for one of them."""
+    return "" if LIBRARY is None else LIBRARY.mgk_instruction_set().decode()

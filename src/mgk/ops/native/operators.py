@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mgk.ops.common import compute_dtype
-from mgk.ops.native.library import CALL, load
+from mgk.ops.flops import register_formulas
+from mgk.ops.native.library import CALL, LIBRARY
 from mgk.ops.operator import operator
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -75,7 +76,7 @@ def run(function: str, addresses: Any, layouts: Any, inputs: Any, options: Any) 
         TYPES[query.dtype], hard, causal, window, by_position, 0 if seed is None else int(seed),
         torch.get_num_threads(), one_variance, dropout_p,
     )  # fmt: skip
-    if getattr(load(), function)(call):
+    if getattr(LIBRARY, function)(call):
         raise MemoryError("native attention: the working memory could not be allocated")
 
 
@@ -146,6 +147,7 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 def attention_autograd(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     *tensors, seed = ctx.saved_tensors
+    register_formulas()
     if grad is None:
         grad = torch.zeros_like(tensors[8])
     needs = list(ctx.needs_input_grad[:6])
