@@ -160,8 +160,18 @@ def bad_arguments(name: str, variant: str) -> dict[str, list[Bad]]:
             ("bool", lambda x: False, TypeError, "expected a number, got bool False"),
         ],
         "impl": [
-            ("unknown", lambda x: "cuda", ValueError, "expected one of auto, reference, blockwise, native, triton, got 'cuda'"),
-            ("none", lambda x: None, TypeError, "expected one of auto, reference, blockwise, native, triton, got NoneType"),
+            (
+                "unknown",
+                lambda x: "cuda",
+                ValueError,
+                "expected one of auto, reference, blockwise, native, triton, got 'cuda'",
+            ),
+            (
+                "none",
+                lambda x: None,
+                TypeError,
+                "expected one of auto, reference, blockwise, native, triton, got NoneType",
+            ),
         ],
     }
 

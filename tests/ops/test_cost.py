@@ -87,9 +87,7 @@ def test_operators_are_what_the_counter_sees(impl: str, variant: str, e_step: st
     d = cost.Dimensions(variant=variant, components=3, causal=causal, e_step=e_step, **SIZES)
     function = mgk.mgk_attention if variant == "mgk" else mgk.smgk_attention
     inputs = operands(d)
-    assert cost.attention_flops(d) == counted(
-        lambda: function(**inputs, e_step=e_step, is_causal=causal, impl=impl)
-    )
+    assert cost.attention_flops(d) == counted(lambda: function(**inputs, e_step=e_step, is_causal=causal, impl=impl))
 
 
 @pytest.mark.parametrize("variant", ["softmax", "mgk"])

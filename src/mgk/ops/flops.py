@@ -37,7 +37,9 @@ def register_formulas() -> None:
                 counter.flop_registry[packet] = module.flop_registry[packet]
 
 
-def blockwise_forward(query: Shape, key: Shape, row_bias: Any, key_bias: Shape, value: Shape, *rest: Any, **_: Any) -> int:
+def blockwise_forward(
+    query: Shape, key: Shape, row_bias: Any, key_bias: Shape, value: Shape, *rest: Any, **_: Any
+) -> int:
     _bound, _hard, causal, *_more = rest
     return count_blockwise(query, key, key_bias, value, causal).forward
 

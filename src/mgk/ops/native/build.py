@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,7 +79,10 @@ def commands(compiler: str, flags: Sequence[str], folder: Path, target: Path) ->
     found.append([*start, "-c", str(FOLDER / "library.cpp"), "-o", str(folder / "library.o")])
     objects = [command[-1] for command in found]
     static = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else []
-    return [*found, [*start, "-shared", *objects, "-o", str(target), *static, *([] if sys.platform == "win32" else ["-pthread"])]]
+    return [
+        *found,
+        [*start, "-shared", *objects, "-o", str(target), *static, *([] if sys.platform == "win32" else ["-pthread"])],
+    ]
 
 
 def build(flags: Sequence[str] = (), target: Path | None = None) -> Path:
@@ -100,6 +104,28 @@ def build(flags: Sequence[str] = (), target: Path | None = None) -> Path:
         shutil.copyfile(made, moving)
         moving.replace(path)
     return path
+
+
+def for_package(wish: str) -> tuple[Path | None, str]:
+    """The library for a wheel or an editable install; or None, and why the package goes without.
+
+    `wish` is the environment variable MGK_NATIVE: "require" makes a failure an error, "skip" compiles nothing.
+    """
+    if wish not in ("", "require", "skip"):
+        raise ValueError(f"MGK_NATIVE: expected require or skip, got {wish!r}")
+    if wish == "skip":
+        return None, "MGK_NATIVE is skip"
+    try:
+        return build(), ""
+    except BuildError as error:
+        if wish == "require":
+            raise
+        return None, str(error)
+
+
+def wheel_tag() -> str:
+    """ctypes loads the library: it fits every version of Python, but one platform."""
+    return "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def run(command: list[str]) -> None:

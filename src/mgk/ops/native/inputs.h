@@ -232,7 +232,7 @@ template <class T> struct Queries {
         store(columns + d * Q + v, x);
         square += x * x;
       }
-      store(half_square + v, square / (p.variances ? T(2) : 2 * T(LOG2E) * p.one_rate));
+      store(half_square + v, square / (p.variances ? T(2) : T(2 * LOG2E * LOG2E) * p.one_rate));
     }
     if (p.shifted)
       product<T, Order::ROWS, Start::ZERO>(keys.shift, p.Dp, columns, Q, bias, Q, int(p.M), lanes, int(p.D));

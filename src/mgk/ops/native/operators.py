@@ -90,8 +90,11 @@ def gradients(leaves: tuple[Tensor | None, ...], needs: list[bool]) -> Any:
     query = leaves[0]
     assert query is not None
     return tuple(
-        query.new_empty(0) if leaf is None or not need
-        else empty_like(leaf, leaf.shape) if query.shape[0] else torch.zeros_like(leaf)  # nothing is added up
+        query.new_empty(0)
+        if leaf is None or not need
+        else empty_like(leaf, leaf.shape)
+        if query.shape[0]
+        else torch.zeros_like(leaf)  # nothing is added up
         for leaf, need in zip(leaves, needs, strict=True)
     )
 
