@@ -1,11 +1,12 @@
 """Random calls of every implementation against the formula in float64: `python -m tests.ops.test_random_cases --help`
 
-Shapes, options, layouts, sizes of the numbers, inputs that need gradients, and NaN and infinity in one of the inputs
+Shapes, grouped queries, windows, lse, options, layouts, sizes of the numbers, inputs that need gradients, and NaN and infinity in one of the inputs
 are drawn from a seed. A hidden NaN must change nothing. A visible one must be seen in every row that sees it, and in
 no other head. Within a head there is one exception: a *value* after a causal row meets a weight of zero, and 0 * NaN
 is NaN, here as in PyTorch's own attention. So do gradients in a head that has met a bad number.
 
-B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+B batch, H query heads, G heads of keys and values, M components, Nq queries, Nk keys, D width of a head, Dv width of a
+value.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ class Case:
         self.planted = planted if draw.random() < 0.4 else None
         self.bad = draw.choice(BAD[: 2 if planted == "log_prior" else 3])
         self.needs = [name for name in NAMES if draw.random() < 0.6] if draw.random() < 0.75 else []
+        more = random.Random(f"{self.seed} more")
+        self.G = self.H
+        if more.random() < 0.4:
+            self.H = self.G * more.choice([2, 3])
+        self.window = more.randint(1, more.choice([3, small, self.limits.length])) if more.random() < 0.5 else None
+        self.window, self.lse = self.window if self.causal else None, more.random() < 0.5
         self.generator = torch.Generator().manual_seed(self.seed)
         self.inputs = self.numbers()
         self.key_mask, self.query_mask = self.mask("key", self.Nk), self.mask("query", self.Nq)
@@ -89,9 +96,9 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
-        B, H, M, Nq, Nk, D = self.B, self.H, self.M, self.Nq, self.Nk, self.D
-        made = {"query": self.std * normal(B, H, Nq, D), "value": normal(B, H, Nk, self.Dv)}
-        made["key"] = self.std * (normal(B, H, Nk, D) if self.shifted else normal(B, H, M, Nk, D))
+        B, H, G, M, Nq, Nk, D = self.B, self.H, self.G, self.M, self.Nq, self.Nk, self.D
+        made = {"query": self.std * normal(B, H, Nq, D), "value": normal(B, G, Nk, self.Dv)}
+        made["key"] = self.std * (normal(B, G, Nk, D) if self.shifted else normal(B, G, M, Nk, D))
         if self.shifted:
             made["shift"] = self.std * normal(H, M, D)
         if self.prior:
@@ -135,6 +142,7 @@ class Case:
         """Which query sees which key: bool (B,1,Nq,Nk)."""
         seen = torch.ones(self.B, 1, self.Nq, self.Nk, dtype=torch.bool, device=self.limits.device)
         seen = seen.tril(self.Nk - self.Nq) if self.causal else seen
+        seen = seen if self.window is None else seen.triu(self.Nk - self.Nq - self.window + 1)
         seen = seen if self.key_mask is None else seen & self.key_mask[:, None, None, :]
         return seen if self.query_mask is None else seen & self.query_mask[:, None, :, None]
 
@@ -144,15 +152,41 @@ class Case:
         grad = torch.randn(self.B, self.H, self.Nq, self.Dv, generator=generator)
         return grad.to(self.limits.device, self.dtype)
 
+    @property
+    def upstream_of_lse(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 10)
+        return torch.randn(self.B, self.H, self.Nq, generator=generator).to(self.limits.device)
+
+    def for_heads(self, tensor: Tensor) -> Tensor:
+        """(B,G,...) -> (B,H,...)."""
+        return tensor.repeat_interleave(self.H // self.G, 1)
+
     def describe(self) -> str:
-        names = ("impl", "B", "H", "M", "Nq", "Nk", "D", "Dv", "shifted", "hard", "causal", "prior", "dtype", "std")
-        rest = ("variance", "masks", "layouts", "removed", "garbage", "planted", "bad", "needs")
+        names = (
+            "impl",
+            "B",
+            "H",
+            "G",
+            "M",
+            "Nq",
+            "Nk",
+            "D",
+            "Dv",
+            "shifted",
+            "hard",
+            "causal",
+            "prior",
+            "dtype",
+            "std",
+        )
+        rest = ("window", "lse", "variance", "masks", "layouts", "removed", "garbage", "planted", "bad", "needs")
         return f"seed {self.seed}: " + ", ".join(f"{name}={getattr(self, name)}" for name in names + rest)
 
 
 def log_weights(x: dict[str, Tensor], case: Case, soft: bool = True) -> Tensor:
     """l[i,j,r] in float64 from the paper's formula, with the prior if `soft`: (B,H,M,Nq,Nk)."""
-    keys = x["key"][:, :, None] + x["shift"][None, :, :, None] if case.shifted else x["key"]
+    keys = case.for_heads(x["key"])
+    keys = keys[:, :, None] + x["shift"][None, :, :, None] if case.shifted else keys
     distance = torch.cdist(x["query"][:, :, None], keys, compute_mode="donot_use_mm_for_euclid_dist")
     tensor = case.variance == "tensor"
     logits: Tensor = distance.square() / (-2 * (x["variance"][None, :, :, None, None] if tensor else case.s2))
@@ -162,14 +196,15 @@ def log_weights(x: dict[str, Tensor], case: Case, soft: bool = True) -> Tensor:
     return logits
 
 
-def formula(x: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor]:
-    """Output and the logarithms of the weights, which may be too small for float64."""
+def formula(x: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, the logarithms of the weights, which may be too small for float64, and those of the row sums."""
     logits = log_weights(x, case, not case.hard)
     logits = (logits.amax(2) if case.hard else logits.logsumexp(2)).masked_fill(~case.seen, -torch.inf)
     none = (logits == -torch.inf).all(-1, keepdim=True)
     logs = logits.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -torch.inf)
-    output: Tensor = logs.exp() @ x["value"]
-    return output, logs.detach()
+    output: Tensor = logs.exp() @ case.for_heads(x["value"])
+    lse = logits.masked_fill(none, 0).logsumexp(-1).masked_fill(none[..., 0], -torch.inf)
+    return output, logs.detach(), lse
 
 
 def norm(tensor: Tensor) -> Tensor:
@@ -182,7 +217,7 @@ def exponent_error(x: dict[str, Tensor], case: Case) -> Tensor:
     Their terms are at most (|q| + |k| + |b|)^2 / s2 and the prior, and each is rounded a few times in float32. For one
     variance per component, the shifted keys are rounded to the dtype of the keys.
     """
-    reach = norm(x["query"]) + norm(x["key"]).flatten(2).amax(-1)[..., None]
+    reach = norm(x["query"]) + case.for_heads(norm(x["key"]).flatten(2).amax(-1))[..., None]
     prior = torch.zeros(case.H, 1, dtype=torch.float64, device=reach.device)
     if case.shifted:
         reach = reach + norm(x["shift"]).amax(-1)[:, None]
@@ -203,13 +238,13 @@ def moved(logs: Tensor, error: Tensor, dim: int) -> Tensor:
     return change.scatter(dim, logs.argmax(dim, keepdim=True), 0).sum(dim).clamp(max=1)
 
 
-def call(x: dict[str, Tensor], case: Case) -> Tensor:
+def call(x: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor | None]:
     function: Any = mgk.smgk_attention if case.shifted else mgk.mgk_attention
-    output: Tensor = function(
+    result: Any = function(
         **{"variance": case.s2, **x}, e_step="hard" if case.hard else "soft", is_causal=case.causal,
-        key_mask=case.key_mask, query_mask=case.query_mask, impl=case.impl,
+        window=case.window, key_mask=case.key_mask, query_mask=case.query_mask, return_lse=case.lse, impl=case.impl,
     )  # fmt: skip
-    return output
+    return result if case.lse else (result, None)
 
 
 def dirty(case: Case) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
@@ -244,10 +279,12 @@ def dirty(case: Case) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
         return x, grad, bad, touched
     (b, h), at, mask = place[:2], place[-2], masks[case.planted]
     if mask is None or bool(mask[b, at]):
-        touched[b, h] = True
         if case.planted in ("key", "value"):
-            bad[b, h] = seen[b, h, :, at]
+            readers = slice(h * case.H // case.G, (h + 1) * case.H // case.G)
+            touched[b, readers] = True
+            bad[b, readers] = seen[b, readers, :, at]
         else:
+            touched[b, h] = True
             bad[b, h, at] = seen[b, h, at].any()
     return x, grad, bad, touched
 
@@ -256,9 +293,11 @@ def problems(case: Case) -> Iterator[str]:
     """Run a case and describe what is wrong with it."""
     x, grad, bad, touched = dirty(case)
     leaves = {name: tensor.requires_grad_(name in case.needs) for name, tensor in x.items()}
-    output = call(leaves, case)
+    output, lse = call(leaves, case)
     exact = {name: tensor.detach().double().requires_grad_(name in case.needs) for name, tensor in case.inputs.items()}
-    wanted, logs = formula(exact, case)
+    wanted, logs, exact_lse = formula(exact, case)
+    if lse is not None:
+        yield from lse_problems(lse.detach(), exact_lse.detach(), case, bad, exact)
     # Half precision rounds weights, values and results, too.
     dev = moved(logs, exponent_error(exact, case)[..., None], -1) + 8 * torch.finfo(case.dtype).eps
     size = float(exact["value"].detach().abs().max())
@@ -274,14 +313,32 @@ def problems(case: Case) -> Iterator[str]:
     if bool(wrong.any()):
         yield f"output: {int(wrong.sum())} rows wrong, worst {error[wrong].nan_to_num(math.inf).max():.3g}"
     if case.needs:
-        actual = torch.autograd.grad(output, [leaves[name] for name in case.needs], grad)
+        by_lse = [] if lse is None else [case.upstream_of_lse]
+        actual = torch.autograd.grad(
+            [output] if lse is None else [output, lse], [leaves[name] for name in case.needs], [grad, *by_lse]
+        )
         wanted = wanted + 0 * sum(exact[name].masked_fill(exact[name].isinf(), 0).sum() for name in case.needs)
         target = torch.autograd.grad(
-            wanted, [exact[name] for name in case.needs], case.upstream.double(), materialize_grads=True
-        )
+            [wanted] if lse is None else [wanted, exact_lse + 0 * wanted.sum(-1)],
+            [exact[name] for name in case.needs], [case.upstream.double(), *(each.double() for each in by_lse)],
+            materialize_grads=True,
+        )  # fmt: skip
         for name, found, want in zip(case.needs, actual, target, strict=True):
             for text in gradient_problems(name, found, want, case, bad, touched, dev, exact):
                 yield f"gradient of {name}: {text}"
+
+
+def lse_problems(found: Tensor, wanted: Tensor, case: Case, bad: Tensor, exact: dict[str, Tensor]) -> Iterator[str]:
+    """It errs as much as an exponent, and shows what its row sees; not a bad value."""
+    bad = bad & (case.planted not in ("value", "grad"))
+    if not torch.equal(found[~bad] == -torch.inf, wanted[~bad] == -torch.inf):
+        yield "lse: -inf in the wrong rows"
+    if bool((bad & found.isfinite()).any()):
+        yield f"lse: {int((bad & found.isfinite()).sum())} rows hide a bad number"
+    error = (found.double() - wanted).abs().masked_fill(bad | (found == wanted), 0)
+    wrong = ~(error <= exponent_error(exact, case))
+    if bool(wrong.any()):
+        yield f"lse: {int(wrong.sum())} rows wrong, worst {error[wrong].nan_to_num(math.inf).max():.3g}"
 
 
 def m_step_problems(case: Case) -> Iterator[str]:
@@ -289,15 +346,17 @@ def m_step_problems(case: Case) -> Iterator[str]:
     x, _, bad, touched = dirty(case)
     found, count = mgk.prior_statistics(
         x["query"], x["key"], x.get("log_prior"), shift=x.get("shift"), variance=x.get("variance", case.s2),
-        is_causal=case.causal, key_mask=case.key_mask, query_mask=case.query_mask, impl=case.impl,
+        is_causal=case.causal, window=case.window, key_mask=case.key_mask, query_mask=case.query_mask, impl=case.impl,
     )  # fmt: skip
     exact = {name: tensor.detach().double() for name, tensor in case.inputs.items()}
     logs, seen = log_weights(exact, case).log_softmax(2), case.seen[:, :, None].double()  # (B,H,M,Nq,Nk), (B,1,1,Nq,Nk)
     if not torch.equal(count.double(), seen.sum((0, 1, 2, 3))):
         yield "M-step: counts are wrong"
     change = moved(logs, exponent_error(exact, case)[:, :, None, :, None], 2) + 8 * torch.finfo(torch.float32).eps
-    error = (found.double() - (logs.exp() * seen).sum((0, 3))).abs()
+    wanted = (logs.exp() * seen).sum((0, 3))
+    error = (found.double() - wanted).abs()
     limit = (change * seen[:, :, 0]).sum((0, 2))[:, None] + 1e-30
+    limit = limit + case.B * case.Nq * torch.finfo(torch.float32).eps / 2 * wanted  # of adding up so many numbers
     clean = ~touched.any(0)[:, None, None] | (case.planted in ("value", "grad"))
     wrong = ~(error <= limit) & clean
     if bool(wrong.any()):
@@ -327,9 +386,16 @@ def gradient_problems(
     finite, shared = found.isfinite(), name in ("shift", "log_prior", "variance")
     value = float(exact["value"].detach().abs().max())
     limit = 4 * (norm(case.upstream) * dev).sum(-1)  # (B,H)
-    limit = limit * (1.0 if name == "value" else 4 * value * math.sqrt(case.Dv) * slope(name, exact, case))
+    if name != "value":
+        limit = limit * (4 * value * math.sqrt(case.Dv))
+        if case.lse:
+            limit = limit + 4 * (norm(case.upstream_of_lse[..., None]) * dev).sum(-1)
+        limit = limit * slope(name, exact, case)
     if shared:
         limit, touched = limit.sum(0), touched.any(0)
+    elif name in ("key", "value"):
+        limit, touched = (x.unflatten(1, (case.G, -1)) for x in (limit, touched))
+        limit, touched = limit.sum(2), touched.any(2)
     limit, touched = (x.view(*x.shape, *[1] * (found.dim() - x.dim())) for x in (limit, touched))
     bound = limit + 2 * torch.finfo(case.dtype).eps * want.abs() + torch.finfo(found.dtype).smallest_normal
     if case.half:
@@ -348,7 +414,7 @@ def gradient_problems(
         hides = finite.all(-1) & bad
     elif not shared and (name, case.planted) != ("value", "value"):
         finite = finite.all(-1) if found.dim() == 4 else finite.all(-1).all(2)
-        hides = finite & (case.seen & bad[..., None]).any(2)  # (B,H,Nk)
+        hides = finite & (case.seen & bad[..., None]).any(2).unflatten(1, (case.G, -1)).any(2)  # (B,G,Nk)
     if bool(hides.any()):
         yield f"{int(hides.sum())} positions hide a bad number"
 

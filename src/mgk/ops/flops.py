@@ -38,44 +38,48 @@ def register_formulas() -> None:
 
 
 def blockwise_forward(
-    query: Shape, key: Shape, row_bias: Any, key_bias: Shape, value: Shape, *rest: Any, **_: Any
+    query: Shape, key: Shape, row_bias: Any, key_bias: Shape, scale: Any, *rest: Any, **_: Any
 ) -> int:
-    _bound, _hard, causal, *_more = rest
-    return count_blockwise(query, key, key_bias, value, causal).forward
+    value, _bound, _hard, causal, window, *_more = rest
+    return count_blockwise((query, key, key_bias, value), scale, causal, window).forward
 
 
 def blockwise_backward(
-    grad: Any, query: Shape, key: Shape, row_bias: Any, key_bias: Shape, value: Shape, *rest: Any, **_: Any
+    grad: Any, grad_lse: Any, query: Shape, key: Shape, row_bias: Any, key_bias: Shape, scale: Any, *rest: Any, **_: Any
 ) -> int:
-    _output, _rows, _hard, causal, *_more = rest
-    return count_blockwise(query, key, key_bias, value, causal).backward
+    value, _output, _lse, _rows, _hard, causal, window, *_more = rest
+    return count_blockwise((query, key, key_bias, value), scale, causal, window).backward
 
 
-def count_blockwise(query: Shape, key: Shape, key_bias: Shape, value: Shape, causal: bool) -> Flops:
+def count_blockwise(shapes: tuple[Shape, Shape, Shape, Shape], scale: Any, causal: bool, window: int | None) -> Flops:
     """FLOPs from the shapes of the arguments. PyTorch counts the products with shifts."""
+    query, key, key_bias, value = shapes
     if 0 in (*query, *key_bias, *value):
         return Flops(0, 0)
     return pair_flops(
         Dimensions(
-            variant="smgk" if key[1] < key_bias[1] else "mgk", heads=query[0], head_dim=query[2], queries=query[1],
-            keys=key_bias[2], components=key_bias[1], value_dim=value[2], causal=causal,
+            variant="smgk" if key[1] < key_bias[1] and scale is None else "mgk", heads=query[0], head_dim=query[2],
+            queries=query[1], keys=key_bias[2], components=key_bias[1], value_dim=value[2], causal=causal,
+            window=window,
         )
     )  # fmt: skip
 
 
 def native_forward(query: Shape, key: Shape, shift: Shape | None, value: Shape, *rest: Any, **_: Any) -> int:
-    causal = rest[6]
-    return count_native(query, key, shift, value, causal).forward
+    causal, window = rest[6:8]
+    return count_native(query, key, shift, value, causal, window).forward
 
 
 def native_backward(
     grad: Any, grad_lse: Any, query: Shape, key: Shape, shift: Shape | None, value: Shape, *rest: Any, **_: Any
 ) -> int:
-    causal = rest[9]
-    return count_native(query, key, shift, value, causal).backward
+    causal, window = rest[9:11]
+    return count_native(query, key, shift, value, causal, window).backward
 
 
-def count_native(query: Shape, key: Shape, shift: Shape | None, value: Shape, causal: bool) -> Flops:
+def count_native(
+    query: Shape, key: Shape, shift: Shape | None, value: Shape, causal: bool, window: int | None
+) -> Flops:
     """FLOPs from the shapes of the arguments."""
     if 0 in (*query, *key, *value):
         return Flops(0, 0)
@@ -83,6 +87,6 @@ def count_native(query: Shape, key: Shape, shift: Shape | None, value: Shape, ca
         Dimensions(
             variant="mgk" if shift is None else "smgk", batch=query[0], heads=query[1], head_dim=query[3],
             queries=query[2], keys=value[2], components=key[2] if shift is None else shift[1], value_dim=value[3],
-            causal=causal,
+            causal=causal, window=window,
         )
     )  # fmt: skip

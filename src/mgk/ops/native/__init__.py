@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from mgk.ops.blockwise.statistics import component_statistics, prior_statistics
-from mgk.ops.common import Variance, compute_dtype, dtype_name, unused
+from mgk.ops.common import compute_dtype, dtype_name, unused
 from mgk.ops.dispatch import lacks_native
 from mgk.ops.flops import register_formulas
 from mgk.ops.native.library import MISSING
 from mgk.ops.native.operators import attention
+from mgk.ops.options import Options, Result
 
 __all__ = [
     "MISSING", "component_statistics", "mgk_attention", "prior_statistics", "require_support", "smgk_attention"
@@ -37,34 +38,27 @@ def require_support(query: Tensor, width: int) -> None:
         raise ValueError(f"impl: {reason}; use 'blockwise'")
 
 
-def mgk_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variance: Variance, e_step: str,
-    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return _attend(query, key, None, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask)
+def mgk_attention(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Result:
+    return _attend(query, key, None, value, options)
 
 
-def smgk_attention(
-    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, variance: Variance, e_step: str,
-    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return _attend(query, key, shift, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask)
+def smgk_attention(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, options: Options) -> Result:
+    return _attend(query, key, shift, value, options)
 
 
-def _attend(
-    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None, variance: Variance,
-    e_step: str, is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _attend(query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, options: Options) -> Result:
+    log_prior, variance, (is_causal, window, key_mask, query_mask), hard, dropout_p, return_lse = options
     dtype = compute_dtype(query.dtype)
-    hard, several = e_step == "hard", isinstance(variance, Tensor)
     register_formulas()
     output: Tensor
-    output, _, _ = attention(
+    lse: Tensor
+    output, lse, _ = attention(
         query, key, None if shift is None else shift.to(dtype), value,
-        None if log_prior is None or hard else log_prior.to(dtype), variance.to(dtype) if several else None, key_mask,
-        query_mask, 1.0 if several else variance, hard, is_causal, 0, dropout_p,
+        None if log_prior is None or hard else log_prior.to(dtype),
+        variance.to(dtype) if isinstance(variance, Tensor) else None, key_mask, query_mask,
+        1.0 if isinstance(variance, Tensor) else variance, hard, is_causal, window, dropout_p,
         torch.randint(1 << 62, ()) if dropout_p else None,
     )  # fmt: skip
     if hard and log_prior is not None and log_prior.requires_grad:
-        output = output + unused(log_prior).to(output.dtype)
-    return output
+        output, lse = (x + unused(log_prior).to(x.dtype) for x in (output, lse))
+    return output, lse if return_lse else None

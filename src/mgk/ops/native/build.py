@@ -78,11 +78,10 @@ def commands(compiler: str, flags: Sequence[str], folder: Path, target: Path) ->
     ]
     found.append([*start, "-c", str(FOLDER / "library.cpp"), "-o", str(folder / "library.o")])
     objects = [command[-1] for command in found]
-    static = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else []
-    return [
-        *found,
-        [*start, "-shared", *objects, "-o", str(target), *static, *([] if sys.platform == "win32" else ["-pthread"])],
-    ]
+    extra = [] if sys.platform == "win32" else ["-pthread"]
+    if sys.platform == "linux":
+        extra += ["-static-libstdc++", "-static-libgcc"]  # whatever the system has
+    return [*found, [*start, "-shared", *objects, "-o", str(target), *extra]]
 
 
 def build(flags: Sequence[str] = (), target: Path | None = None) -> Path:

@@ -23,11 +23,11 @@ NO_STRIDES = (0, 0, 0, 0)
 def attention(
     query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
     variance: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, one_variance: float, hard: bool,
-    causal: bool, window: int, dropout_p: float, seed: Tensor | None,
+    causal: bool, window: int | None, dropout_p: float, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output (B,H,Nq,Dv), the log-sum-exp (B,H,Nq), and what backward needs of each row, (2,B,H,Nq).
 
-    Shift, log_prior and variance have the dtype of the computation. A `window` of 0 is none.
+    Shift, log_prior and variance have the dtype of the computation.
     """
     output, lse, rows = results(query, value)
     inputs = tuple(map(prepared, (query, key, value, shift, log_prior, variance, key_mask, query_mask)))
@@ -42,7 +42,7 @@ def attention(
 def attention_backward(
     grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor,
     log_prior: Tensor | None, variance: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
-    output: Tensor, rows: Tensor, needs: list[bool], one_variance: float, hard: bool, causal: bool, window: int,
+    output: Tensor, rows: Tensor, needs: list[bool], one_variance: float, hard: bool, causal: bool, window: int | None,
     dropout_p: float, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key, shift, value, log_prior and variance; empty where `needs` says no."""
@@ -73,7 +73,7 @@ def run(function: str, addresses: Any, layouts: Any, inputs: Any, options: Any) 
     call = CALL.pack(
         *addresses, *(stride for layout in layouts for stride in layout),
         batch, heads, groups, components, queries, keys, width, value_width,
-        TYPES[query.dtype], hard, causal, window, by_position, 0 if seed is None else int(seed),
+        TYPES[query.dtype], hard, causal, window or 0, by_position, 0 if seed is None else int(seed),
         torch.get_num_threads(), one_variance, dropout_p,
     )  # fmt: skip
     if getattr(LIBRARY, function)(call):
