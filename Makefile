@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint unit format demo bench cross-compile clean
+.PHONY: help setup test lint unit sanitize format demo bench cross-compile clean
 
 help:
 	@echo "make test    check lint, format and types, and run all tests"
 	@echo "make demo    check every variant against its formula and train two small models"
 	@echo "make bench   measure what mixture attention gains on this machine"
+	@echo "make sanitize  test the native CPU kernels with sanitizers"
 	@echo "make cross-compile  compile the kernels for all GPUs, which need not be there"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment and the caches"
@@ -36,6 +37,15 @@ test: $(STAMP)
 # Two workers share two cores: one thread each.
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# The native kernels with AddressSanitizer and UndefinedBehaviorSanitizer. Python itself keeps memory at its exit.
+SANITIZED := build/native_sanitized.so
+sanitize: $(STAMP)
+	mkdir -p build
+	$(BIN)/python src/mgk/ops/native/build.py $(SANITIZED) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 MGK_NATIVE_LIBRARY=$(SANITIZED) OMP_NUM_THREADS=2 \
+		$(BIN)/pytest tests/ops -k native --deselect tests/ops/test_native.py::test_ten_thousand_calls_keep_no_memory
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

@@ -20,6 +20,8 @@ from torch import Tensor
 import mgk
 from tests.ops.common import IMPLS, Case, Options
 
+IMPL_NAMES = "expected one of auto, reference, blockwise, native, triton"
+
 B, H, M, NQ, NK, D, DV = 2, 3, 2, 4, 5, 6, 7
 CASE = Case(B=B, H=H, M=M, Nq=NQ, Nk=NK, D=D, Dv=DV, variance="tensor")
 
@@ -172,13 +174,13 @@ def bad_arguments(name: str, variant: str) -> dict[str, list[Bad]]:
                 "unknown",
                 lambda x: "cuda",
                 ValueError,
-                "one of auto, reference, blockwise, native, triton, got 'cuda'",
+                f"{IMPL_NAMES}, got 'cuda'",
             ),
             (
                 "none",
                 lambda x: None,
                 TypeError,
-                "one of auto, reference, blockwise, native, triton, got NoneType",
+                f"{IMPL_NAMES}, got NoneType",
             ),
         ],
     }

@@ -1,5 +1,8 @@
 """Compile the native kernels: `python -m mgk.ops.native.build`, or from the build hook of the package (hatch_build.py).
 
+    python -m mgk.ops.native.build                         in place, for all instruction sets
+    python -m mgk.ops.native.build FILE [FLAG ...]         to FILE, with more compiler flags; MGK_NATIVE_LIBRARY=FILE loads it
+
 The library's file name contains a hash of the sources, so a library of other sources is never loaded. This module needs
 nothing but Python's standard library: the build hook runs it where PyTorch is not installed.
 """
@@ -41,7 +44,9 @@ def sources() -> list[Path]:
 
 
 def library_path() -> Path:
-    """Where the library of these sources is, if it has been compiled."""
+    """Where the library of these sources is, if it has been compiled. MGK_NATIVE_LIBRARY names another, to test it."""
+    if named := os.environ.get("MGK_NATIVE_LIBRARY"):
+        return Path(named)
     digest = hashlib.sha256()
     for source in [*sources(), Path(__file__)]:
         digest.update(source.read_bytes())
@@ -137,4 +142,4 @@ def run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(build())
+    print(build(sys.argv[2:], Path(sys.argv[1])) if len(sys.argv) > 1 else build())
