@@ -145,10 +145,17 @@ template <class T> struct BackwardWork {
   }
 };
 
+// How many threads a call is worth: waking one takes as long as some millions of multiply-adds.
+int64_t useful_threads(const Call& c) {
+  const double pairs = double(c.B) * c.H * c.Nq * c.Nk * (c.causal ? 0.5 : 1);
+  const double work = pairs * (c.D * (c.shift ? 1 : c.M) + c.Dv);
+  return std::min(c.threads, int64_t(1 + work / 2e6));
+}
+
 template <template <class> class Job, class T> int run(const Call& call, int64_t items_of(const Job<T>&)) {
   try {
     Job<T> job(call);
-    parallel_for(items_of(job), call.threads, Job<T>::run, &job);
+    parallel_for(items_of(job), useful_threads(call), Job<T>::run, &job);
     return job.failed;
   } catch (const std::bad_alloc&) {
     return 1;

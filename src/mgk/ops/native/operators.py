@@ -47,17 +47,17 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key, shift, value, log_prior and variance; empty where `needs` says no."""
     leaves = query, key, shift, value, log_prior, variance
-    grads = gradients(leaves, needs)
+    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = gradients(leaves, needs)
     inputs = tuple(map(prepared, (query, key, value, shift, log_prior, variance, key_mask, query_mask)))
-    grad, grad_lse = prepared(grad), None if grad_lse is None else grad_lse.contiguous()
+    of_output, of_lse = prepared(grad), prepared(grad_lse)
     of_query, of_key, of_shift, of_value, of_prior, of_variance = (
         each.data_ptr() if need else 0 for each, need in zip(grads, needs, strict=True)
     )
     addresses = (
-        *map(address, inputs), output.data_ptr(), 0, rows.data_ptr(), grad.data_ptr(), address(grad_lse),
+        *map(address, inputs), output.data_ptr(), 0, rows.data_ptr(), address(of_output), address(of_lse),
         of_query, of_key, of_value, of_shift, of_prior, of_variance,
     )  # fmt: skip
-    layouts = (*map(strides, (*inputs[:3], output, grad)), strides(grads[0]), strides(grads[1]), strides(grads[3]))
+    layouts = (*map(strides, (*inputs[:3], output, of_output)), strides(grads[0]), strides(grads[1]), strides(grads[3]))
     options = one_variance, hard, causal, window, dropout_p, seed
     run("mgk_backward", addresses, layouts, inputs, options)
     return grads
@@ -119,8 +119,10 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def strides(tensor: Tensor) -> tuple[int, ...]:
+def strides(tensor: Tensor | None) -> tuple[int, ...]:
     """Of batch, head, component and position."""
+    if tensor is None:
+        return NO_STRIDES
     if tensor.dim() == 5:
         return tensor.stride()[:4]
     if tensor.dim() == 4:
