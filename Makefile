@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint unit format demo bench cross-compile mutants golden clean
+.PHONY: help setup test lint unit sanitize format demo bench cross-compile mutants golden clean
 
 help:
 	@echo "make test    check lint, format and types, and run all tests"
 	@echo "make demo    check every variant against its formula and train two small models"
 	@echo "make bench   measure what mixture attention gains on this machine"
+	@echo "make sanitize  test the native CPU kernels with sanitizers"
 	@echo "make cross-compile  compile the kernels for all GPUs, which need not be there"
 	@echo "make golden  train five tiny models and compare their losses with the recorded ones"
 	@echo "make mutants break the code in one place at a time and see a test fail (ten minutes)"
@@ -21,7 +22,7 @@ setup: $(STAMP)
 
 # The stamp lets a second run start at once. The environment is installed again when one of these files changes.
 # Compiling all modules would take a minute; Python compiles those that are imported.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/mgk/ops/native/*.cpp src/mgk/ops/native/*.h src/mgk/ops/native/build.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
@@ -38,6 +39,15 @@ test: $(STAMP)
 # Two workers share two cores: one thread each.
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# The native kernels with AddressSanitizer and UndefinedBehaviorSanitizer. Python itself keeps memory at its exit.
+SANITIZED := build/native_sanitized.so
+sanitize: $(STAMP)
+	mkdir -p build
+	$(BIN)/python src/mgk/ops/native/build.py $(SANITIZED) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 MGK_NATIVE_LIBRARY=$(SANITIZED) OMP_NUM_THREADS=2 \
+		$(BIN)/pytest tests/ops -k native --deselect tests/ops/test_native.py::test_ten_thousand_calls_keep_no_memory
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

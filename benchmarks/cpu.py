@@ -32,10 +32,11 @@ CASES = {
     case.name: case
     for case in (
         Case("lra-1024", batch=4, heads=8, length=1024, width=32),
-        Case("lra-2048", batch=4, heads=8, length=2048, width=32),
-        Case("lra-4096", batch=4, heads=8, length=4096, width=32),
+        Case("lra-2048", batch=2, heads=8, length=2048, width=32),
+        Case("lra-4096", batch=1, heads=8, length=4096, width=32),
         Case("wikitext", batch=16, heads=8, length=256, width=16, is_causal=True),
-        Case("wide", batch=2, heads=8, length=2048, width=64),
+        Case("wide", batch=1, heads=8, length=2048, width=64, is_causal=True),
+        *(Case(f"short-{length}", batch=64, heads=4, length=length, width=32) for length in (16, 32, 64)),
     )
 }
 LEGEND = (

@@ -56,7 +56,7 @@ BUILD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mixing": "keys", "variant": "linear"}, ValueError, "mixing: expected 'features' for variant 'linear'"),
     ({"kdim": 0}, ValueError, "kdim: expected at least 1"),
     ({"vdim": "8"}, TypeError, "vdim: expected an integer, got str '8'"),
-    ({"impl": "fast"}, ValueError, "impl: expected one of auto, reference, blockwise, triton, got 'fast'"),
+    ({"impl": "fast"}, ValueError, "impl: expected one of auto, reference, blockwise, native, triton, got 'fast'"),
 ]
 
 

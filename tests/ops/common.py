@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mgk
+from mgk.ops import native
 
-IMPLS = ("reference", "blockwise")
+IMPLS = ("reference", "blockwise", *([] if native.MISSING else ["native"]))
 VARIANTS = ("mgk", "smgk")
 E_STEPS = ("soft", "hard")
 

@@ -17,6 +17,7 @@ from mgk import variants
 from mgk.nn import MixtureAttention
 from mgk.ops import cost
 from mgk.ops.feature_maps import PositiveOrthogonalFeatures
+from tests.ops.common import IMPLS
 
 SIZES: dict[str, Any] = {"batch": 2, "heads": 3, "queries": 5, "keys": 7, "head_dim": 4, "value_dim": 6}
 
@@ -81,13 +82,12 @@ def test_shifted_keys_cost_one_score_product(components: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("e_step", ["soft", "hard"])
 @pytest.mark.parametrize("variant", ["mgk", "smgk"])
-def test_blockwise_is_what_the_counter_sees(variant: str, e_step: str, causal: bool) -> None:
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
+def test_operators_are_what_the_counter_sees(impl: str, variant: str, e_step: str, causal: bool) -> None:
     d = cost.Dimensions(variant=variant, components=3, causal=causal, e_step=e_step, **SIZES)
     function = mgk.mgk_attention if variant == "mgk" else mgk.smgk_attention
     inputs = operands(d)
-    assert cost.attention_flops(d) == counted(
-        lambda: function(**inputs, e_step=e_step, is_causal=causal, impl="blockwise")
-    )
+    assert cost.attention_flops(d) == counted(lambda: function(**inputs, e_step=e_step, is_causal=causal, impl=impl))
 
 
 @pytest.mark.parametrize("variant", ["softmax", "mgk"])

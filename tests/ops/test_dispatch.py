@@ -128,7 +128,9 @@ def test_hopper_kernels_for_wide_heads_know_shifted_keys_in_bfloat16(family: str
 @pytest.mark.parametrize(
     ("device", "dtype", "width", "triton", "expected", "says"),
     [
-        ("cpu", "float32", 512, False, "blockwise", "CPU"),
+        ("cpu", "float32", 256, False, "native", "CPU"),
+        ("cpu", "float32", 512, False, "blockwise", "wider than 256"),
+        ("cpu", "float8_e5m2", 64, False, "blockwise", "float8_e5m2"),
         ("cuda", "bfloat16", 64, True, "triton", "CUDA"),
         ("cuda", "bfloat16", 64, False, "reference", "not installed"),
         ("cuda", "float64", 64, True, "reference", "float64"),

@@ -57,7 +57,7 @@ def test_equals_copies_for_large_numbers(variant: str, scale: float) -> None:
     assert_same(attend(inputs, "blockwise"), attend(expanded(inputs), "blockwise"), inputs, 1e-6)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "native"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("prior", [None, "position"])
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -32,7 +32,12 @@ if not torch.cuda.is_available():
 import mgk
 
 NAMES = ("query", "key", "shift", "value", "log_prior", "variance")
-DTYPES = {"reference": ["float32"], "blockwise": ["float32"], "triton": ["float32", "bfloat16", "float16"]}
+DTYPES = {
+    "reference": ["float32"],
+    "blockwise": ["float32"],
+    "native": ["float32", "bfloat16", "float16"],
+    "triton": ["float32", "bfloat16", "float16"],
+}
 BAD = (math.nan, math.inf, -math.inf)
 
 
@@ -440,6 +445,10 @@ def test_reference() -> None:
 
 def test_blockwise() -> None:
     assert not list(failing("blockwise", range(100), Limits(100)))
+
+
+def test_native() -> None:
+    assert not list(failing("native", range(140), Limits(200, 80)))
 
 
 def test_triton() -> None:

@@ -26,7 +26,7 @@ from mgk.tables import Table
 from mgk.variants import LABELS
 
 SHAPES = {
-    "cpu": ("1,8,4096,32", "4,8,1024,32", "16,8,256,16,causal"),
+    "cpu": ("1,8,4096,32", "4,8,1024,32", "16,8,256,16,causal", "1,8,2048,64,causal", "64,4,64,32"),
     "cuda": ("4,16,8192,64,causal", "32,8,4096,32", "32,8,1024,32", "96,8,256,16,causal"),
 }
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}

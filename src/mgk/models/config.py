@@ -62,7 +62,7 @@ class TransformerConfig:
     """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
     recompute: bool = False
     """Activation checkpointing: keep only the inputs of the layers. Less memory, a third more time."""
-    impl: Literal["auto", "reference", "blockwise", "triton"] = "auto"
+    impl: Literal["auto", "reference", "blockwise", "native", "triton"] = "auto"
     """Implementation of the attention."""
 
     def __post_init__(self) -> None:

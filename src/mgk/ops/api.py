@@ -12,10 +12,11 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 
 from mgk.ops import arguments as check
-from mgk.ops import blockwise, dispatch, reference
+from mgk.ops import blockwise, dispatch, native, reference
 from mgk.ops.common import capability, dtype_name, for_each_query_head, shifted_keys, without_autocast
 from mgk.ops.dispatch import IMPLEMENTATIONS
 from mgk.ops.options import Options, Result, Rows, Visibility, check_options, check_visibility
@@ -260,15 +261,20 @@ def implementation(impl: str, query: Tensor, value: Tensor, components: int = 0)
     if components and not decodes and query.device.type == "cuda":
         without_tile = dispatch.no_tile("projected", dtype, width, components, gpu, bool(torch.version.hip))
     name, reason = dispatch.implementation(
-        impl, query.device.type, dtype, width, HAS_TRITON, gpu, without_tile=without_tile
+        impl, query.device.type, dtype, width, HAS_TRITON, gpu, native.MISSING, without_tile
     )
     if name == "reference" and impl == "auto" and query.device.type != "meta":
         warn_dense(reason)
+    if name == "blockwise" and impl == "auto" and missing:
+        warn_slow(missing)
     if name == "triton":  # loads Triton
         from mgk.ops import triton
 
         triton.require_support(query, value)
         return triton
+    if name == "native":
+        native.require_support(query, width)
+        return native
     return reference if name == "reference" else blockwise
 
 
@@ -276,6 +282,13 @@ def implementation(impl: str, query: Tensor, value: Tensor, components: int = 0)
 def warn_dense(reason: str) -> None:
     """Once for each reason."""
     message = f"impl='auto' takes the dense reference implementation, in O(N^2) memory: {reason}"
+    warnings.warn(message, stacklevel=4)
+
+
+@cache
+def warn_slow(reason: str) -> None:
+    """Once for each reason."""
+    message = f"mgk computes attention on the CPU without its native kernels, two to four times as slowly: {reason}"
     warnings.warn(message, stacklevel=4)
 
 

@@ -14,9 +14,12 @@ from mgk.ops.tiles import HOPPER, Shape, largest_tile, shared_memory
 from mgk.ops.tiles import Tile as Tile
 from mgk.ops.tiles import block_width as block_width
 
-IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "blockwise", "native", "triton")
+LINEAR_IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")  # of linear attention
 TRITON_DTYPES = ("bfloat16", "float16", "float32")
 TRITON_WIDTH = 256
+NATIVE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+NATIVE_WIDTH = 256
 MAX_DECODE_QUERIES = 16
 SHORT = 256  # the longest sequence that one program handles alone
 SUMS = 8  # columns of the smallest matrix product: the components whose sums it can hold
@@ -185,18 +188,27 @@ def no_tile(family: str, dtype: str, width: int, components: int, capability: tu
     return ""
 
 
+def lacks_native(dtype: str, width: int) -> str:
+    """Why there are no native kernels for a call on the CPU; empty where there are."""
+    if dtype not in NATIVE_DTYPES:
+        return f"no native kernels for {dtype}"
+    return f"no native kernels for heads wider than {NATIVE_WIDTH}" if width > NATIVE_WIDTH else ""
+
+
 def implementation(
     impl: str, device: str, dtype: str, width: int, triton: bool, capability: tuple[int, int] | None = None,
-    without_tile: str = "",
+    no_native: str = "", without_tile: str = "",
 ) -> tuple[str, str]:  # fmt: skip
     """The implementation that `impl` stands for, and the reason. An implementation that is named is never replaced.
 
-    `without_tile`: what `no_tile` says.
+    `no_native` says why the library of the native kernels cannot be used; it is empty where it can. `without_tile` is
+    what `no_tile` says.
     """
     if impl != "auto":
         return impl, "asked for by name"
     if device == "cpu":
-        return "blockwise", "CPU tensors"
+        reason = no_native or lacks_native(dtype, width)
+        return ("blockwise", reason) if reason else ("native", "CPU tensors")
     if device != "cuda":
         return "reference", f"no kernels for device {device}"
     if not triton:

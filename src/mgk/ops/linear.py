@@ -25,7 +25,7 @@ from mgk.ops import dispatch
 from mgk.ops import linear_forms as forms
 from mgk.ops.api import HAS_TRITON
 from mgk.ops.common import allows_tf32, capability, dtype_name, for_each_query_head, without_autocast
-from mgk.ops.dispatch import IMPLEMENTATIONS, LONG_SCAN, TRITON_DTYPES
+from mgk.ops.dispatch import LINEAR_IMPLEMENTATIONS, LONG_SCAN, TRITON_DTYPES
 from mgk.ops.feature_maps import FeatureMap, check_feature_map, elu
 from mgk.ops.linear_forms import LinearState as LinearState
 
@@ -177,7 +177,7 @@ def _attention(
     is_causal: object, key_mask: object, impl: object,
 ) -> Tensor:  # fmt: skip
     is_causal = check.check_flag("is_causal", is_causal)
-    impl = check.check_choice("impl", impl, IMPLEMENTATIONS)
+    impl = check.check_choice("impl", impl, LINEAR_IMPLEMENTATIONS)
     values, prior, mask, phi = _check(query, key, shift, value, log_prior, feature_map, key_mask)
     path = _gpu_path(query, key, values, phi, is_causal, impl)
     group = query.shape[1] // max(1, key.shape[1])

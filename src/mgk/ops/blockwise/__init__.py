@@ -1,7 +1,7 @@
 """Mixture-key attention on the CPU, block by block: memory is linear in N, forward and backward.
 
     forms.py        arguments as queries, keys and biases (ordinary differentiable code)
-    operators.py    the torch.library operators for forward and backward; flops.py: their FLOP formulas
+    operators.py    the torch.library operators for forward and backward
     attend.py       the loops over blocks
     kernels.py      the exponents and weights of a block for component keys; shifted.py: for shifted keys
     weights.py      dropout, and the gradient with respect to the attention weights
@@ -17,11 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.blockwise.flops import register_formulas
 from mgk.ops.blockwise.forms import Form, flatten_heads, log_of_sums, mixture_form, require_cpu, shifted_form
 from mgk.ops.blockwise.operators import attention
 from mgk.ops.blockwise.statistics import component_statistics, prior_statistics
 from mgk.ops.common import unused, zero_masked
+from mgk.ops.flops import register_formulas
 from mgk.ops.options import Options, Result
 
 __all__ = ["component_statistics", "mgk_attention", "prior_statistics", "smgk_attention"]

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from mgk.ops.blockwise.attend import attend, attend_backward, backward_rows
 from mgk.ops.blockwise.blocks import Reach, Scratch
-from mgk.ops.blockwise.flops import register_formulas
 from mgk.ops.blockwise.forms import spread_infinities
 from mgk.ops.blockwise.kernels import LOWEST, HardMixture, Kernel, Mixture, Terms
 from mgk.ops.blockwise.shifted import ShiftedHard, ShiftedSoft
 from mgk.ops.blockwise.weights import Dropout, WeightGradient
 from mgk.ops.common import without_autocast
+from mgk.ops.flops import register_formulas
 from mgk.ops.operator import operator
 
 

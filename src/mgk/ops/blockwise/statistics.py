@@ -53,6 +53,7 @@ def component_sums(
     """
     _, variance, (is_causal, window, key_mask, query_mask), *_ = options
     query, key = zero_masked(query, query_mask), zero_masked(key, key_mask)
+    query = query.masked_fill(query.isinf(), torch.nan)  # a bias of -inf would mean a removed component
     form = mixture_form(query, key, options) if shift is None else shifted_form(query, key, shift, options)
     terms = spread_infinities(form.terms)
     products = shift is None or isinstance(variance, Tensor)
