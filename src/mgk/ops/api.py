@@ -18,6 +18,7 @@ from mgk.ops import arguments as check
 from mgk.ops import blockwise, dispatch, reference
 from mgk.ops.common import capability, compute_dtype, dtype_name, shifted_keys, without_autocast
 from mgk.ops.dispatch import IMPLEMENTATIONS
+from mgk.ops.dtensor import OUTPUT, accepts_dtensors
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 
 
+@accepts_dtensors(OUTPUT)
 def mgk_attention(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b h m nk d"],
@@ -75,6 +77,7 @@ def mgk_attention(
     return output
 
 
+@accepts_dtensors(OUTPUT)
 def smgk_attention(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b h nk d"],
@@ -111,6 +114,7 @@ def smgk_attention(
     return output
 
 
+@accepts_dtensors(OUTPUT)
 def attention_weights(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b h m nk d"] | Float[Tensor, "b h nk d"],
@@ -133,6 +137,7 @@ def attention_weights(
         return reference.attention_weights(query, key, log_prior, s2, e_step, visible).to(query.dtype)
 
 
+@accepts_dtensors(OUTPUT)
 def responsibilities(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b h m nk d"] | Float[Tensor, "b h nk d"],
@@ -157,6 +162,7 @@ def responsibilities(
         return reference.responsibilities(query, key, log_prior, s2, visible).to(query.dtype)
 
 
+@accepts_dtensors()
 def prior_statistics(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b h m nk d"] | Float[Tensor, "b h nk d"],
@@ -186,6 +192,7 @@ def prior_statistics(
     return total, count
 
 
+@accepts_dtensors()
 def update_prior(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b h m nk d"] | Float[Tensor, "b h nk d"],
@@ -215,6 +222,7 @@ def update_prior(
     return torch.where(count > 0, (total / count.clamp(min=1)).log(), before)
 
 
+@accepts_dtensors()
 def update_components(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b h m nk d"] | Float[Tensor, "b h nk d"],

@@ -1,0 +1,180 @@
+"""Attention of DTensors: every process computes its samples and its heads, without communication.
+
+Samples and heads do not depend on each other. So a public function of `mgk.ops` that gets DTensors calls itself with
+the local parts (`torch.distributed.tensor.experimental.local_map`), and this one rule serves all implementations,
+forward and backward. An operator below the public function could not be sharded as well: most fold samples and heads
+into one axis.
+
+Along each dimension of the device mesh the call is sharded over samples, over heads, or not at all, as its DTensors
+are. Tensors that are replicated where others are sharded are cut, or are used whole if they have no such axis. The
+gradient of the latter is a sum over the processes, DTensor's `Partial`.
+
+B batch, H query heads, G heads of keys and values, M components.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor, Placement
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PLAIN = {Tensor, nn.Parameter, NoneType, bool, int, float, str}
+
+
+class Axes(NamedTuple):
+    """Which axis of a tensor counts samples, and which heads."""
+
+    samples: int | None
+    heads: int | None
+
+
+ARGUMENTS = {
+    **dict.fromkeys(("query", "key", "value"), Axes(0, 1)),
+    **dict.fromkeys(("shift", "log_prior", "variance"), Axes(None, 0)),
+    **dict.fromkeys(("key_mask", "query_mask"), Axes(0, None)),
+}
+OUTPUT = Axes(0, 1)
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor. It does not import `torch.distributed.tensor`, which takes a second."""
+    return type(value) not in PLAIN and isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds; any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def accepts_dtensors(*outputs: Axes) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The decorator of a public function; `outputs` are the axes of its results, of which the second is lse.
+
+    Without `outputs` DTensors are an error.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if PLAIN.issuperset(map(type, args)) and PLAIN.issuperset(map(type, kwargs.values())):
+                return function(*args, **kwargs)
+            if not any(map(is_dtensor, (*args, *kwargs.values()))):
+                return function(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return _call_local(function, bound.arguments, outputs)  # type: ignore[no-any-return]
+
+        return call
+
+    return decorate
+
+
+def _call_local(function: Callable[..., Any], arguments: dict[str, Any], outputs: tuple[Axes, ...]) -> Any:
+    """Call `function` with the local parts of its DTensors, and return DTensors."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import local_map
+
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    sharded = {name: value for name, value in tensors.items() if is_dtensor(value)}
+    if not outputs:
+        name = next(iter(sharded))
+        raise TypeError(f"{name}: expected a plain tensor, for which {function.__name__} is defined, got a DTensor")
+    mesh: DeviceMesh = next(iter(sharded.values())).device_mesh  # type: ignore[attr-defined]
+    along = [_sharded_axis(sharded, mesh, number) for number in range(mesh.ndim)]
+    _check_tensors(tensors, mesh, along)
+
+    def placements(axes: Axes, otherwise: Placement) -> tuple[Placement, ...]:
+        """Where it has the sharded axis, `Shard`; where it has not, `otherwise`."""
+        found = (axis if axis is None else getattr(axes, axis) for axis in along)
+        return tuple(
+            Replicate() if axis is None else otherwise if place is None else Shard(place)
+            for axis, place in zip(along, found, strict=True)
+        )
+
+    axes = {name: _axes_of(name, value, tensors) for name, value in tensors.items()}
+    number = 2 if arguments.get("return_lse") else 1
+
+    def with_locals(*parts: Tensor) -> Any:
+        return function(**arguments | dict(zip(tensors, parts, strict=True)))
+
+    return local_map(
+        with_locals,
+        out_placements=tuple(placements(each, Partial()) for each in outputs[:number]),
+        in_placements=tuple(placements(each, Replicate()) for each in axes.values()),
+        in_grad_placements=tuple(placements(each, Partial()) for each in axes.values()),
+        device_mesh=mesh,
+        redistribute_inputs=True,
+    )(*tensors.values())
+
+
+def _axes_of(name: str, value: Tensor, tensors: dict[str, Tensor]) -> Axes:
+    axes = ARGUMENTS[name]
+    # The one head of multi-query attention is used by all query heads.
+    return Axes(axes.samples, None) if axes.heads == 1 and value.shape[1] == 1 < tensors["query"].shape[1] else axes
+
+
+def _sharded_axis(sharded: dict[str, Tensor], mesh: DeviceMesh, number: int) -> str | None:
+    """The axis that dimension `number` of the mesh divides: "samples", "heads" or None."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    found: dict[str, str] = {}
+    for name, value in sharded.items():
+        _check_mesh(name, value, mesh)
+        placement = value.placements[number]  # type: ignore[attr-defined]
+        if placement == Replicate():
+            continue
+        axes = ARGUMENTS[name]
+        place = placement.dim % value.dim() if type(placement) is Shard else None
+        axis = next((axis for axis, at in axes._asdict().items() if at is not None and at == place), None)
+        if axis is None:
+            allowed = " or ".join(f"Shard({at}), its {axis}," for axis, at in axes._asdict().items() if at is not None)
+            raise ValueError(
+                f"{name}: expected Replicate(), {allowed} along mesh dimension {_name(mesh, number)}, got {placement}: "
+                f"use {name}.redistribute(placements=...)"
+            )
+        found[axis] = name
+    if len(found) > 1:
+        raise ValueError(
+            f"{found['heads']}: expected to be sharded over samples along mesh dimension {_name(mesh, number)}, "
+            f"as {found['samples']} is, got heads"
+        )
+    return next(iter(found), None)
+
+
+def _check_mesh(name: str, value: Tensor, mesh: DeviceMesh) -> None:
+    if value.device_mesh != mesh:  # type: ignore[attr-defined]
+        raise ValueError(f"{name}: expected the device mesh of the other DTensors, {mesh}, got {value.device_mesh}")  # type: ignore[attr-defined]
+
+
+def _check_tensors(tensors: dict[str, Tensor], mesh: DeviceMesh, along: list[str | None]) -> None:
+    """Require DTensors, but for masks that all processes use whole, and axes that the mesh divides."""
+    for name, value in tensors.items():
+        axes = _axes_of(name, value, tensors)
+        if not is_dtensor(value) and (value.is_floating_point() or "samples" in along):
+            raise TypeError(f"{name}: expected a DTensor, as other arguments are, got a plain tensor")
+        for axis in set(along) - {None}:
+            place, parts = getattr(axes, str(axis)), 1
+            for number, each in enumerate(along):
+                parts *= mesh.size(number) if each == axis else 1
+            if place is not None and is_dtensor(value) and value.shape[place] % parts:
+                names = " and ".join(_name(mesh, number) for number, each in enumerate(along) if each == axis)
+                raise ValueError(
+                    f"{name}: expected a number of {axis} that is a multiple of {parts}, the size of mesh dimension "
+                    f"{names}, got {value.shape[place]}"
+                )
+
+
+def _name(mesh: DeviceMesh, number: int) -> str:
+    return repr(mesh.mesh_dim_names[number]) if mesh.mesh_dim_names else str(number)
