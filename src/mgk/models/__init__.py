@@ -14,6 +14,7 @@ from mgk.models.config import (
     VisionConfig,
 )
 from mgk.models.language import LanguageModel
+from mgk.models.parallel import clip_grad_norm_, tensor_parallel, tensor_parallel_plan
 from mgk.models.vision import VisionTransformer
 
 __all__ = [
@@ -28,6 +29,9 @@ __all__ = [
     "VisionConfig",
     "VisionTransformer",
     "build",
+    "clip_grad_norm_",
+    "tensor_parallel",
+    "tensor_parallel_plan",
 ]
 
 Model = Classifier | Matcher | LanguageModel | VisionTransformer

@@ -17,6 +17,7 @@ from mgk.nn.embeddings import Embedding
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.ops.common import autocasts
+from mgk.ops.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -164,10 +165,14 @@ def look_up(name: str, table: nn.Module, numbers: Tensor) -> Tensor:
     """Return rows of an embedding. On a CPU an index out of range is an error that names the argument."""
     if torch.compiler.is_compiling():
         return table(numbers)  # type: ignore[no-any-return]
+    size = len(table.weight)  # type: ignore[arg-type]
     try:
+        # A table that is sharded returns zeros for a number that no process has.
+        if is_dtensor(table.weight) and check.readable(numbers) and bool(((numbers < 0) | (numbers >= size)).any()):
+            raise IndexError
         return table(numbers)  # type: ignore[no-any-return]
     except IndexError:
-        found, size = f"{int(numbers.min())} to {int(numbers.max())}", len(table.weight)  # type: ignore[arg-type]
+        found = f"{int(numbers.min())} to {int(numbers.max())}"
         raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {found}") from None
 
 

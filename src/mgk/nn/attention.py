@@ -23,6 +23,7 @@ from mgk.nn.operators import AttentionInputs
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.ops.dispatch import IMPLEMENTATIONS
+from mgk.ops.dtensor import local_part
 from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures
 from mgk.variants import LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 
@@ -141,6 +142,7 @@ class MixtureAttention(nn.Module):
             mixing, rotary_dim,
         )  # fmt: skip
         self.m_step_enabled = True  # False while activation checkpointing repeats a forward pass
+        self.m_step_groups: tuple[Any, ...] = (None,)  # process groups whose statistics an M-step adds; None is all
         self._attention_hooks: OrderedDict[int, AttentionHook] = OrderedDict()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -192,10 +194,10 @@ class MixtureAttention(nn.Module):
 
     @property
     def key_shift(self) -> Float[Tensor, "h m d"] | None:
-        """The shifts b_r, padded with zeros to the width of a head."""
+        """The shifts b_r of the heads of this process, padded with zeros to the width of a head."""
         if self.shift is None or not self.rotary_dim:
-            return self.shift
-        return pad_shift(self.shift, self.head_dim)
+            return self.shift if self.shift is None else local_part(self.shift)
+        return pad_shift(local_part(self.shift), self.head_dim)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> KeyValueCache | StateCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
@@ -355,21 +357,23 @@ class MixtureAttention(nn.Module):
             q, k, v = torch.split(padded(nn.functional.linear(query, weight, bias)), sizes, -1)
         else:
             q, k, v = (padded(part(x)) for part, x in zip(projections, (query, key, value), strict=True))
-        heads = (self.num_heads, self.head_dim)
-        q, v = (x.view(*x.shape[:2], *heads).transpose(1, 2) for x in (q, v))
+        # -1 counts the heads of this process, in tensor parallelism not all of them.
+        q, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, v))
         if self.variant not in PROJECTED:
-            k = k.view(*k.shape[:2], *heads).transpose(1, 2)
+            k = k.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         else:
-            k = k.view(*k.shape[:2], self.num_heads, self.num_components, self.head_dim).permute(0, 2, 3, 1, 4)
+            k = k.unflatten(-1, (-1, self.num_components, self.head_dim)).permute(0, 2, 3, 1, 4)
         if self.mixing == "keys":
-            k = operators.mean_key(k, self.key_shift, self.prior if self.log_prior is None else self.log_prior.exp())
+            prior = None if self.log_prior is None else local_part(self.log_prior).exp()
+            k = operators.mean_key(k, self.key_shift, prior)
         return q, k, v
 
     def _inputs(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None,
         query_mask: Tensor | None,
     ) -> AttentionInputs:  # fmt: skip
-        log_prior, shift = self.log_prior, self.key_shift
+        log_prior, log_variance = (x if x is None else local_part(x) for x in (self.log_prior, self.log_variance))
+        shift = self.key_shift
         if self.mixing == "keys":  # `_project` has mixed the keys
             log_prior = shift = None
         if log_prior is not None and log_prior.dim() == 3:
@@ -379,7 +383,7 @@ class MixtureAttention(nn.Module):
             log_prior = log_prior.clone()
         if shift is not None and self.means_kind == "em":
             shift = shift.clone()
-        variance = None if self.log_variance is None else self.log_variance.exp()
+        variance = None if log_variance is None else log_variance.exp()
         dropout_p = self.dropout if self.training else 0.0
         return AttentionInputs(
             query, key, value, shift, log_prior, variance, is_causal, key_mask, query_mask, self.variant, self.e_step,
