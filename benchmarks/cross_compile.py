@@ -34,6 +34,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from mgk.ops.options import Options, Visibility
 from mgk.ops.tiles import shared_memory
 from mgk.tables import Table
 
@@ -181,18 +182,19 @@ def run_case(case: str) -> None:
     mask = torch.rand(BATCH, length) < 0.8 if "mask" in flags else None
     variance = torch.ones(HEADS, components) if "var" in flags else math.sqrt(width)
     causal = "causal" in flags
+    visibility = Visibility(causal, key_mask=mask)
     if family == "prior":
-        kernels.prior_statistics(query, key, shift, prior, variance, causal, mask, None)
+        kernels.prior_statistics(query, key, shift, Options(prior, variance, visibility))
         return
     if family in ("smlk", "mlk"):
         attend = scan.scan_attention if causal else linear.linear_attention
         output = attend(query, key, shift, value, prior, mask)
     else:
-        options: Any = prior, variance, "hard" if "hard" in flags else "soft", causal, mask, 0.1 * ("drop" in flags)
+        options = Options(prior, variance, visibility, "hard" in flags, 0.1 * ("drop" in flags))
         if shift is not None:
-            output = kernels.smgk_attention(query, key, shift, value, *options)
+            output, _ = kernels.smgk_attention(query, key, shift, value, options)
         else:
-            output = kernels.mgk_attention(query, key, value, *options)
+            output, _ = kernels.mgk_attention(query, key, value, options)
     if train:
         torch.autograd.backward(output, torch.zeros_like(output))
 

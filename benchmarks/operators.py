@@ -24,6 +24,7 @@ from benchmarks.problems import Problem
 from benchmarks.softmax import ANCHORS, Contender
 from mgk.ops import measure, reference
 from mgk.ops.measure import BACKENDS, BASELINE, Method, capture, in_turns
+from mgk.ops.options import Visibility
 from mgk.tables import Table
 
 DEVICE = "cuda"
@@ -251,7 +252,7 @@ def eager_low_precision(problem: Problem, method: Method, inputs: dict[str, Tens
     else:
         scores = scores.amax(2)
     mask = problem.mask(DEVICE)
-    visible = reference.visible_pairs(query, key.shape[-2], problem.is_causal, mask)
+    visible = reference.visible_pairs(query, key.shape[-2], Visibility(problem.is_causal, key_mask=mask))
     output = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
     if mask is not None:
         output = output * mask[:, None, :, None]

@@ -1,6 +1,7 @@
 """Inputs for the tests of every implementation, the dense formula, and what it means that two computations agree.
 
-B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+B batch, H query heads, G heads of keys and values, M components, Nq queries, Nk keys, D width of a head, Dv width of a
+value.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Case:
     variant: str = "smgk"
     B: int = 2
     H: int = 2
+    G: int | None = None  # None: H
     M: int = 2
     Nq: int = 5
     Nk: int = 7
@@ -40,6 +42,7 @@ class Case:
     variance: str | None = None  # None or "tensor" (H,M)
     e_step: str = "soft"
     is_causal: bool = False
+    window: int | None = None
     masked: bool = False
     seed: int = 0
 
@@ -50,13 +53,14 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+        groups = self.H if self.G is None else self.G
         numbers = {"query": scale * normal(self.B, self.H, self.Nq, self.D)}
         if self.variant == "mgk":
-            numbers["key"] = scale * normal(self.B, self.H, self.M, self.Nk, self.D)
+            numbers["key"] = scale * normal(self.B, groups, self.M, self.Nk, self.D)
         else:
-            numbers["key"] = scale * normal(self.B, self.H, self.Nk, self.D)
+            numbers["key"] = scale * normal(self.B, groups, self.Nk, self.D)
             numbers["shift"] = scale * normal(self.H, self.M, self.D)
-        numbers["value"] = normal(self.B, self.H, self.Nk, self.Dv)
+        numbers["value"] = normal(self.B, groups, self.Nk, self.Dv)
         if self.prior:
             numbers["log_prior"] = normal(self.H, self.M, *([self.Nk] if self.prior == "position" else []))
         if self.variance:
@@ -64,7 +68,8 @@ class Case:
         return {name: tensor.to(device, dtype).requires_grad_() for name, tensor in numbers.items()}
 
     def options(self, device: str = "cpu") -> Options:
-        return {"e_step": self.e_step, "is_causal": self.is_causal, "key_mask": self.key_mask(device)}
+        given = {"e_step": self.e_step, "is_causal": self.is_causal, "key_mask": self.key_mask(device)}
+        return given if self.window is None else given | {"window": self.window}
 
     def key_mask(self, device: str = "cpu") -> Tensor | None:
         """About half of the keys; a batch entry may lose all of them."""
@@ -99,6 +104,12 @@ def attend(inputs: Inputs, impl: str, **options: Any) -> Tensor:
     return function(**inputs, impl=impl, **options)
 
 
+def attend_with_lse(inputs: Inputs, impl: str, **options: Any) -> tuple[Tensor, Tensor]:
+    function: Callable[..., Any] = mgk.smgk_attention if "shift" in inputs else mgk.mgk_attention
+    output, lse = function(**inputs, impl=impl, return_lse=True, **options)
+    return output, lse
+
+
 def call(function: Callable[..., Any], inputs: Inputs, **options: Any) -> Any:
     """Any other function, with the inputs by name."""
     return function(**inputs, **options)
@@ -108,9 +119,20 @@ def without(inputs: Inputs, *names: str) -> Inputs:
     return {name: tensor for name, tensor in inputs.items() if name not in names}
 
 
+def expanded(inputs: Inputs) -> Inputs:
+    """The same inputs with a copy of keys and values for each query head."""
+    heads = inputs["query"].shape[1]
+    copies = {
+        name: inputs[name].repeat_interleave(heads // inputs[name].shape[1], 1)
+        for name in ("key", "value")
+        if name in inputs
+    }
+    return inputs | copies
+
+
 def component_keys(inputs: Inputs) -> Tensor:
     """(B,H,M,Nk,D), whatever the variant."""
-    key = inputs["key"]
+    key = expanded(inputs)["key"]
     return key[:, :, None] + inputs["shift"].to(key.dtype)[None, :, :, None] if "shift" in inputs else key
 
 
@@ -150,10 +172,14 @@ def visible(inputs: Inputs, options: Options, query_mask: Tensor | None = None) 
     """Which query sees which key, written with loops: bool (B,1,Nq,Nk)."""
     batch, queries, keys = inputs["query"].shape[0], inputs["query"].shape[2], inputs["key"].shape[-2]
     mask, last = options.get("key_mask"), keys - queries if options.get("is_causal", False) else keys
+    window = options.get("window") or keys + queries + last
     shown = torch.ones(batch, keys, dtype=torch.bool) if mask is None else mask
     real = torch.ones(batch, queries, dtype=torch.bool) if query_mask is None else query_mask
     seen = [
-        [[one and other and j <= i + last for j, other in enumerate(to)] for i, one in enumerate(of)]
+        [
+            [one and other and i + last - window < j <= i + last for j, other in enumerate(to)]
+            for i, one in enumerate(of)
+        ]
         for of, to in zip(real.tolist(), shown.tolist(), strict=True)
     ]
     return torch.tensor(seen, dtype=torch.bool).view(batch, 1, queries, keys)
@@ -179,6 +205,17 @@ def dense_weights(inputs: Inputs, options: Options) -> Tensor:
     seen = visible(inputs, options)
     hidden = ~seen & seen.any(-1, keepdim=True)  # a row that sees nothing keeps finite logits, and is zeroed after
     return logits.masked_fill(hidden, -torch.inf).softmax(-1) * seen
+
+
+def dense_lse(inputs: Inputs, options: Options) -> Tensor:
+    """The log of the row sums of Eqn 9 or 12, -inf for a row that sees nothing: (B,H,Nq)."""
+    soft = options.get("e_step", "soft") == "soft"
+    logits = dense_log_weights(inputs, with_prior=soft)
+    logits = logits.logsumexp(2) if soft else logits.amax(2)
+    seen = visible(inputs, options)
+    some = seen.any(-1)
+    lse = logits.masked_fill(~seen & some[..., None], -torch.inf).logsumexp(-1)
+    return lse.masked_fill(~some, -torch.inf)
 
 
 def gradients(output: Tensor, leaves: Inputs, upstream: Tensor | None = None) -> Inputs:

@@ -35,7 +35,8 @@ def size_of_output(inputs: Inputs, mask: Tensor | None = None, *, is_causal: boo
     """Return the output for the absolute values of `value`."""
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     checked = linear._check(query, key, inputs.get("shift"), value.abs(), inputs.get("log_prior"), "elu", mask)
-    sums = linear_forms.dense(*linear_forms.prepare(query, key, inputs.get("shift"), *checked), is_causal)
+    features = linear_forms.prepare(query, key, inputs.get("shift"), *checked[1:])
+    sums = linear_forms.dense(*features, linear_forms.with_ones(checked[0], mask, query), is_causal)
     total = sums[..., -1:].detach()
     return torch.where(total == 0, 0, sums[..., :-1] / torch.where(total == 0, 1, total))
 

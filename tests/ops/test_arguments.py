@@ -30,6 +30,8 @@ def valid(name: str, variant: str) -> Options:
     arguments |= {
         "e_step": "soft",
         "is_causal": True,
+        "window": 3,
+        "return_lse": True,
         "key_mask": torch.ones(B, NK, dtype=torch.bool),
         "query_mask": torch.ones(B, NQ, dtype=torch.bool),
         "dropout_p": 0.0,
@@ -94,7 +96,7 @@ FLAG: list[Bad] = [
 
 def bad_arguments(name: str, variant: str) -> dict[str, list[Bad]]:
     shifted = variant == "smgk"
-    key_axes = "B,H,Nk,D" if shifted else "B,H,M,Nk,D"
+    key_axes = "B,G,Nk,D" if shifted else "B,G,M,Nk,D"
     shift = tensors(3, "H,M,D", dtype=False)
     if name != "smgk_attention":  # where None says that key holds the components
         shift = shift[1:]
@@ -115,7 +117,7 @@ def bad_arguments(name: str, variant: str) -> dict[str, list[Bad]]:
             *([] if shifted else [no_components(2)]),
         ],
         "shift": [*shift, *sizes({0: "H", 2: "D"}), DEVICE, no_components(1)],
-        "value": [*tensors(4, "B,H,Nk,Dv", dtype=True), *sizes({0: "B", 1: "H", 2: "Nk"}), DEVICE],
+        "value": [*tensors(4, "B,G,Nk,Dv", dtype=True), *sizes({0: "B", 1: "H", 2: "Nk"}), DEVICE],
         "log_prior": [
             ("number", lambda x: 0.5, TypeError, r"expected a tensor \(H,M\) or \(H,M,Nk\) or None, got float 0\.5"),
             ("integers", lambda x: x.long(), TypeError, r"expected a floating-point tensor, got dtype torch\.int64"),
@@ -150,6 +152,12 @@ def bad_arguments(name: str, variant: str) -> dict[str, list[Bad]]:
             ("bool", lambda x: True, TypeError, "expected one of soft, hard, got bool True"),
         ],
         "is_causal": FLAG,
+        "return_lse": FLAG,
+        "window": [
+            ("zero", lambda x: 0, ValueError, "expected at least 1, got 0"),
+            ("float", lambda x: 2.0, TypeError, r"expected an integer, got float 2\.0"),
+            ("bool", lambda x: True, TypeError, "expected an integer, got bool True"),
+        ],
         "key_mask": MASK,
         "query_mask": MASK,
         "dropout_p": [
@@ -205,9 +213,10 @@ def test_no_argument_is_left_out(name: str) -> None:
 
 def test_every_function_is_tried() -> None:
     """All that is public here; linear attention has its own tests."""
-    assert {name for name, _ in CALLS} == {name for name in mgk.ops.__all__ if "mlk" not in name} & set(
-        dir(mgk.ops.api)
-    )
+    assert {name for name, _ in CALLS} == {name for name in mgk.ops.__all__ if "mlk" not in name} & {
+        *dir(mgk.ops.api),
+        *dir(mgk.ops.m_steps),
+    }
 
 
 @pytest.mark.parametrize("name", ["mgk_attention", "prior_statistics", "update_prior"])

@@ -14,6 +14,7 @@ from mgk.ops.blockwise.blocks import Block
 from mgk.ops.blockwise.forms import flatten_heads, mixture_form, shifted_form
 from mgk.ops.blockwise.kernels import Kernel
 from mgk.ops.blockwise.operators import attention, attention_backward
+from mgk.ops.options import Options
 from tests.ops.common import E_STEPS, VARIANTS, Case, Inputs, assert_close, assert_same, attend, gradients
 
 
@@ -192,32 +193,32 @@ def test_compiles_as_one_graph(variant: str, e_step: str) -> None:
     assert_same(compiled(inputs), attention(inputs), inputs)
 
 
-def operator_arguments(variant: str, hard: bool, row_bias: bool) -> tuple[Any, ...]:
-    """The arguments of the forward operator for 4 heads."""
-    inputs = Case(variant=variant, variance="tensor" if row_bias else None).inputs()
-    prior, value = inputs["log_prior"], flatten_heads(inputs["value"])
-    form: tuple[Tensor | None, ...]
+def operator_arguments(variant: str, hard: bool, variances: bool) -> tuple[Any, ...]:
+    """The arguments of the forward operator for 4 query heads that share 2 heads of keys and values."""
+    inputs = Case(variant=variant, G=1, variance="tensor" if variances else None).inputs()
+    options = Options(inputs["log_prior"], inputs.get("variance", 2.0))
     if variant == "mgk":
-        form = mixture_form(inputs["query"], inputs["key"], prior, inputs.get("variance", 2.0), None)
+        form = mixture_form(inputs["query"], inputs["key"], options)
     else:
-        form = shifted_form(inputs["query"], inputs["key"], inputs["shift"], prior, 2.0, None)
-    *tensors, bound = form
-    leaves = [part if part is None else part.detach().requires_grad_() for part in (*tensors, value)]
-    return *leaves, bound, hard, True, 0.25, torch.tensor(7)
+        form = shifted_form(inputs["query"], inputs["key"], inputs["shift"], options)
+    tensors = *form.terms, flatten_heads(inputs["value"])
+    leaves = [part if part is None else part.detach().requires_grad_() for part in tensors]
+    return *leaves, form.bound, hard, True, 3, 0.25, torch.tensor(7)
 
 
 @pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize(("variant", "row_bias"), [("smgk", False), ("mgk", False), ("mgk", True)])
-def test_operators_pass_the_checks_of_torch(variant: str, row_bias: bool, hard: bool) -> None:
+@pytest.mark.parametrize("variances", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_operators_pass_the_checks_of_torch(variant: str, variances: bool, hard: bool) -> None:
     """Fake outputs, autograd registration and traced autograd of the forward and the backward operators."""
-    arguments = operator_arguments(variant, hard, row_bias)
+    arguments = operator_arguments(variant, hard, variances)
     torch.library.opcheck(attention.op, arguments)
-    *tensors, _bound, hard, causal, dropout_p, seed = arguments
+    *tensors, _bound, hard, causal, window, dropout_p, seed = arguments
     results = attention(*arguments)
     saved = [tensor if tensor is None else tensor.detach() for tensor in (*tensors, *results)]
-    grad = torch.ones_like(results[0]).detach()
+    grads = [torch.ones_like(each).detach() for each in results[:2]]
     torch.library.opcheck(
         attention_backward.op,
-        (grad, *saved, hard, causal, dropout_p, seed),
+        (*grads, *saved, hard, causal, window, dropout_p, seed),
         test_utils=("test_schema", "test_faketensor"),  # it is not differentiated again
     )

@@ -146,7 +146,7 @@ def test_bad_arguments_are_named(name: str, wrong: Any, error: type[Exception], 
         ("shift", SHIFT[:1], ValueError, r"shift: expected shape \(H,M,D\)"),
         ("shift", SHIFT[:, :0], ValueError, r"shift: expected at least one component"),
         ("shift", SHIFT.to("meta"), ValueError, r"shift: expected the device of query"),
-        ("key", GOOD["key"], ValueError, r"key: expected 4 dimensions \(B,H,Nk,D\)"),
+        ("key", GOOD["key"], ValueError, r"key: expected 4 dimensions \(B,G,Nk,D\)"),
     ],
 )
 def test_bad_shifts_are_named(name: str, wrong: Any, error: type[Exception], match: str) -> None:
@@ -155,9 +155,9 @@ def test_bad_shifts_are_named(name: str, wrong: Any, error: type[Exception], mat
 
 
 def test_bad_keys_of_linear_attention_are_named() -> None:
-    with pytest.raises(ValueError, match=r"key: expected 4 dimensions \(B,H,Nk,D\)"):
+    with pytest.raises(ValueError, match=r"key: expected 4 dimensions \(B,G,Nk,D\)"):
         linear_attention(GOOD["query"], GOOD["key"], GOOD["value"])
-    with pytest.raises(ValueError, match=r"key: expected shape \(B,H,Nk,D\) = \(2, 2, 7, 4\)"):
+    with pytest.raises(ValueError, match=r"key: expected shape \(B,G,Nk,D\) = \(2, 2, 7, 4\)"):
         linear_attention(GOOD["query"], GOOD["key"][:, :, 0, :, :2], GOOD["value"])
     with pytest.raises(TypeError, match=r"query: expected a torch.Tensor"):
         linear_attention(None, GOOD["key"][:, :, 0], GOOD["value"])  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ B sequences, T rows, H heads, M components, D width of a head, Dv width of a val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from tests.ops.triton_env import DEVICE, assert_graph_follows, overflow_checked,
 from mgk.ops import dispatch
 from mgk.ops import triton as kernels
 from mgk.ops.dispatch import Tile, override
+from mgk.ops.options import Options, Rows, Visibility
 from mgk.ops.triton import operators
 from mgk.ops.triton.bias import spans
 
@@ -64,12 +65,14 @@ def numbers(case: Case, dtype: torch.dtype = torch.float32, scale: float = 1.0, 
 def attend_packed(inputs: Inputs, ends: Tensor, options: dict[str, Any]) -> Tensor:
     inputs = dict(inputs)
     tensors = [inputs.pop(name) for name in ("query", "key", "shift", "value") if name in inputs]
-    function: Callable[..., Tensor] = kernels.smgk_attention if len(tensors) == 4 else kernels.mgk_attention
-    variance, causal = inputs.get("variance", tensors[0].shape[-1] ** 0.5), options.get("is_causal", False)
-    return function(
-        *tensors, inputs.get("log_prior"), variance, options.get("e_step", "soft"), causal, None,
-        options.get("dropout_p", 0.0), None, ends, LONGEST,
+    function: Any = kernels.smgk_attention if len(tensors) == 4 else kernels.mgk_attention
+    given = Options(
+        inputs.get("log_prior"), inputs.get("variance", tensors[0].shape[-1] ** 0.5),
+        Visibility(options.get("is_causal", False)), options.get("e_step", "soft") == "hard",
+        options.get("dropout_p", 0.0),
     )  # fmt: skip
+    output: Tensor = function(*tensors, given, Rows(ends, ends, LONGEST, LONGEST))[0]
+    return output
 
 
 def one_by_one(inputs: Inputs, ends: Tensor, function: Any) -> Tensor:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mgk.ops import reference
+from mgk.ops.options import Options, Visibility
 from tests.ops.common import VARIANTS, Case, Inputs, cases, without
 from tests.ops.triton_env import DEVICE, rounded_exponent, strict_memory
 
@@ -39,10 +40,9 @@ def real_queries(case: Case) -> Tensor:
 def call(function: object, inputs: Inputs, case: Case, query_mask: Tensor | None, device: str) -> tuple[Tensor, Tensor]:
     there = {name: tensor.to(device) for name, tensor in inputs.items()}
     masks = [None if mask is None else mask.to(device) for mask in (case.key_mask(), query_mask)]
-    total, count = function(  # type: ignore[operator]
-        there["query"], there["key"], there.get("shift"), there.get("log_prior"),
-        there.get("variance", case.D**0.5), case.is_causal, *masks,
-    )  # fmt: skip
+    visibility = Visibility(case.is_causal, case.window, *masks)
+    options = Options(there.get("log_prior"), there.get("variance", case.D**0.5), visibility)
+    total, count = function(there["query"], there["key"], there.get("shift"), options)  # type: ignore[operator]
     return total.cpu(), count.cpu()
 
 

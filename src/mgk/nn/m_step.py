@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mgk.ops import api
+from mgk.ops import m_steps
 from mgk.ops.common import compute_dtype, without_autocast
 from mgk.ops.dtensor import local_part
 
@@ -70,8 +70,8 @@ def prior_statistics(
     query_mask: Tensor | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """`mgk.ops.api.prior_statistics`: sums of responsibilities (H,M,Nk) and numbers of visible queries (Nk,)."""
-    return api.prior_statistics(
+    """`mgk.ops.prior_statistics`: sums of responsibilities (H,M,Nk) and numbers of visible queries (Nk,)."""
+    return m_steps.prior_statistics(
         query, key, log_prior, shift=shift, variance=variance, is_causal=is_causal, key_mask=key_mask,
         query_mask=query_mask, impl=impl,
     )  # fmt: skip

@@ -57,8 +57,10 @@ def attend(x: AttentionInputs) -> Float[Tensor, "b h nq d"]:
     if x.variant in GAUSSIAN:
         options |= {"variance": x.variance, "e_step": x.e_step}
         if x.shift is None:
-            return api.mgk_attention(x.query, x.key, x.value, x.log_prior, **options)
-        return api.smgk_attention(x.query, x.key, x.shift, x.value, x.log_prior, **options)
+            output: Tensor = api.mgk_attention(x.query, x.key, x.value, x.log_prior, **options)
+        else:
+            output = api.smgk_attention(x.query, x.key, x.shift, x.value, x.log_prior, **options)
+        return output
     if x.variant in LINEAR:
         return _masked(_linear(x, x.value), x)
     return _masked(softmax_attention(x.query, x.key, x.value, **options), x)

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mgk.nn.packing import Packing
 from mgk.ops import api, reference
 from mgk.ops.common import compute_dtype, without_autocast
+from mgk.ops.options import Options, Visibility
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -55,12 +56,11 @@ def softmax_attention(
         mask = None if key_mask is None else key_mask[:, None, None]
         return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
     value_of_heads = value.flatten(0, 1)[None]
-    query_of_heads, component, *mixture = as_mixture(query, key, key_mask)
+    query_of_heads, component, log_prior, variance = as_mixture(query, key, key_mask)
     module = api.implementation(impl, query, value)
     with without_autocast(query):
-        output: Tensor = module.mgk_attention(
-            query_of_heads, component, value_of_heads, *mixture, "soft", is_causal, None, dropout_p
-        )
+        options = Options(log_prior, variance, Visibility(is_causal), dropout_p=dropout_p)
+        output: Tensor = module.mgk_attention(query_of_heads, component, value_of_heads, options)[0]
     return output.view(*query.shape[:2], num_queries, value.shape[-1])
 
 
@@ -174,9 +174,9 @@ def softmax_weights(
     key_mask: Bool[Tensor, "b nk"] | None,
 ) -> Float[Tensor, "b h nq nk"]:
     """Return the dense weights (B,H,Nq,Nk), for inspection."""
-    visible = reference.visible_pairs(query, key.shape[2], is_causal, None)
+    visible = reference.visible_pairs(query, key.shape[2], Visibility(is_causal))
     with without_autocast(query):
-        weights = reference.attention_weights(*as_mixture(query, key, key_mask), "soft", visible)
+        weights, _ = reference.attention_weights(*as_mixture(query, key, key_mask), False, visible)
     return weights.view(*query.shape[:3], key.shape[2]).to(query.dtype)
 
 

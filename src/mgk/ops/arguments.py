@@ -131,21 +131,32 @@ def check_variance(variance: object, heads: int, components: int, query: Tensor)
     return float(variance)
 
 
+def check_window(window: object, is_causal: bool, keys: int) -> int | None:
+    """Return the window, or None where it hides no key that a causal mask shows."""
+    if window is None:
+        return None
+    window = check_count("window", window)
+    if not is_causal:
+        raise ValueError(f"window: expected None without is_causal=True, got {window}")
+    return window if window < keys else None
+
+
 def check_query_key(query: object, key: object, shift: object) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check query (B,H,Nq,D) with key (B,H,M,Nk,D), or with key (B,H,Nk,D) and shift (H,M,D)."""
+    """Check query (B,H,Nq,D) with key (B,G,M,Nk,D), or with key (B,G,Nk,D) and shift (H,M,D). G divides H."""
     query = check_tensor("query", query, "B,H,Nq,D")
     batch, heads, _, width = query.shape
     if width == 0:
         raise ValueError(f"query: expected a head width D of at least 1, got {describe(query)}")
     if shift is None:
-        key = check_tensor("key", key, "B,H,M,Nk,D")
+        key = check_tensor("key", key, "B,G,M,Nk,D")
         if key.shape[2] == 0:
             raise ValueError(f"key: expected at least one component M, got {describe(key)}")
-        expected = (batch, heads, key.shape[2], key.shape[3], width)
-        check_shape("key", key, "B,H,M,Nk,D", expected, " to go with query")
+        with_components = (batch, key_heads(key, heads), key.shape[2], key.shape[3], width)
+        check_shape("key", key, "B,G,M,Nk,D", with_components, " to go with query")
     else:
-        key = check_tensor("key", key, "B,H,Nk,D")
-        check_shape("key", key, "B,H,Nk,D", (batch, heads, key.shape[2], width), " to go with query")
+        key = check_tensor("key", key, "B,G,Nk,D")
+        expected = (batch, key_heads(key, heads), key.shape[2], width)
+        check_shape("key", key, "B,G,Nk,D", expected, " to go with query")
         shift = check_tensor("shift", shift, "H,M,D")
         if shift.shape[1] == 0:
             raise ValueError(f"shift: expected at least one component M, got {describe(shift)}")
@@ -155,10 +166,21 @@ def check_query_key(query: object, key: object, shift: object) -> tuple[Tensor, 
     return query, key, shift
 
 
+def key_heads(key: Tensor, heads: int) -> int:
+    """The number of heads G of `key`, of which each serves H/G query heads."""
+    number = key.shape[1]
+    if number != heads and (number == 0 or heads % number):
+        axes = "B,G,M,Nk,D" if key.dim() == 5 else "B,G,Nk,D"
+        raise ValueError(
+            f"key: expected shape ({axes}) with a G that divides H = {heads} of query, got {tuple(key.shape)}"
+        )
+    return number
+
+
 def check_value(value: object, query: Tensor, key: Tensor) -> Tensor:
-    value = check_tensor("value", value, "B,H,Nk,Dv")
-    expected = (*query.shape[:2], key.shape[-2], value.shape[-1])
-    check_shape("value", value, "B,H,Nk,Dv", expected, " to go with query and key")
+    value = check_tensor("value", value, "B,G,Nk,Dv")
+    expected = (*key.shape[:2], key.shape[-2], value.shape[-1])
+    check_shape("value", value, "B,G,Nk,Dv", expected, " to go with query and key")
     check_same("value", value, query)
     return value
 

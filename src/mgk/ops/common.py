@@ -1,6 +1,6 @@
 """Helpers that all implementations of the operators share.
 
-B batch, H heads, M components, Nk keys, D width of a head.
+B batch, H heads, G heads of keys and values, M components, Nk keys, D width of a head.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from mgk.ops.arguments import is_traced
-
-Variance = float | Tensor
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -91,6 +89,13 @@ def unused(tensor: Tensor) -> Tensor:
 
 
 def shifted_keys(key: Tensor, shift: Tensor) -> Tensor:
-    """k_jr = k_j + b_r: (B,H,Nk,D) and (H,M,D) -> (B,H,M,Nk,D), in the dtype of the computation."""
+    """k_jr = k_j + b_r: (B,G,Nk,D) and (H,M,D) -> (B,H,M,Nk,D), in the dtype of the computation."""
     dtype = compute_dtype(key.dtype)
-    return key.to(dtype)[:, :, None] + shift.to(dtype)[None, :, :, None]
+    key, groups = key.to(dtype), key.shape[1]
+    of_group = shift.to(dtype).reshape(groups, shift.shape[0] // max(1, groups), *shift.shape[1:])  # (G,H/G,M,D)
+    return (key[:, :, None, None] + of_group[:, :, :, None]).flatten(1, 2)
+
+
+def for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
+    """(B,G,...) -> (B,H,...): the key or value head that each query head reads. A copy, for dense formulas only."""
+    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)

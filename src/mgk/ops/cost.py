@@ -38,6 +38,7 @@ class Dimensions:
     feature_map: str = "elu"
     features: int | None = None
     causal: bool = False
+    window: int | None = None
     e_step: str = "soft"
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Dimensions:
         check_flag("causal", self.causal)
         for name in ("heads", "head_dim", "queries", "keys", "batch", "components"):
             check_count(name, getattr(self, name))
-        for name in ("value_dim", "embed_dim", "features"):
+        for name in ("value_dim", "embed_dim", "features", "window"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
 
@@ -69,12 +70,21 @@ class Dimensions:
 
     @property
     def P(self) -> int:  # noqa: N802
-        """Visible pairs of one head: all, or with a causal mask those on and below the lower-right diagonal."""
+        """Visible pairs of one head: all, or with a causal mask those on and below the lower-right diagonal.
+
+        A window leaves out the pairs below a second diagonal.
+        """
         Nq, Nk = self.queries, self.keys
         if not self.causal:
             return Nq * Nk
-        seen = min(Nq, Nk)  # queries that see a key; the last one sees all of them
-        return seen * Nk - seen * (seen - 1) // 2
+        hidden = Nk if self.window is None else min(Nk, self.window)  # from here on, keys before the last query's own
+        return below_diagonal(Nq, Nk) - below_diagonal(Nq, Nk - hidden)
+
+
+def below_diagonal(queries: int, keys: int) -> int:
+    """Pairs on and below the diagonal of a matrix that ends at its last corner."""
+    seen = min(queries, keys)  # queries that see a key; the last one sees all of them
+    return seen * keys - seen * (seen - 1) // 2
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ B batch, H query heads, G heads of keys and values, M components.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import wraps
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ ARGUMENTS = {
     **dict.fromkeys(("query", "key", "value"), Axes(0, 1)),
     **dict.fromkeys(("shift", "log_prior", "variance"), Axes(None, 0)),
     **dict.fromkeys(("key_mask", "query_mask"), Axes(0, None)),
+    **dict.fromkeys(("cu_seq_q", "cu_seq_k"), Axes(None, None)),
 }
+PACKED = ARGUMENTS | dict.fromkeys(("query", "key", "value"), Axes(None, 1))
 OUTPUT = Axes(0, 1)
 
 
@@ -57,10 +59,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
-def accepts_dtensors(*outputs: Axes) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The decorator of a public function; `outputs` are the axes of its results, of which the second is lse.
+def accepts_dtensors(
+    *outputs: Axes, arguments: dict[str, Axes] = ARGUMENTS
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The decorator of a public function.
 
-    Without `outputs` DTensors are an error.
+    Args:
+        outputs: axes of its results, of which the second is lse. Without any, DTensors are an error.
+        arguments: axes of its tensors.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -74,14 +80,16 @@ def accepts_dtensors(*outputs: Axes) -> Callable[[Callable[P, R]], Callable[P, R
                 return function(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return _call_local(function, bound.arguments, outputs)  # type: ignore[no-any-return]
+            return _call_local(function, bound.arguments, arguments, outputs)  # type: ignore[no-any-return]
 
         return call
 
     return decorate
 
 
-def _call_local(function: Callable[..., Any], arguments: dict[str, Any], outputs: tuple[Axes, ...]) -> Any:
+def _call_local(
+    function: Callable[..., Any], arguments: dict[str, Any], table: dict[str, Axes], outputs: tuple[Axes, ...]
+) -> Any:
     """Call `function` with the local parts of its DTensors, and return DTensors."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import local_map
@@ -92,23 +100,28 @@ def _call_local(function: Callable[..., Any], arguments: dict[str, Any], outputs
         name = next(iter(sharded))
         raise TypeError(f"{name}: expected a plain tensor, for which {function.__name__} is defined, got a DTensor")
     mesh: DeviceMesh = next(iter(sharded.values())).device_mesh  # type: ignore[attr-defined]
-    along = [_sharded_axis(sharded, mesh, number) for number in range(mesh.ndim)]
-    _check_tensors(tensors, mesh, along)
+    for name, value in sharded.items():
+        if value.device_mesh != mesh:  # type: ignore[attr-defined]
+            raise ValueError(f"{name}: expected a DTensor on the mesh of the others, {mesh}, got {value.device_mesh}")  # type: ignore[attr-defined]
+    along = [_sharded_axis(sharded, table, mesh, number) for number in range(mesh.ndim)]
+    axes = {name: table[name] for name in tensors}
+    if axes["query"].heads is not None and tensors["key"].shape[axes["key"].heads] == 1 < tensors["query"].shape[1]:
+        # The one head of multi-query attention is used by all query heads.
+        axes |= {name: axes[name]._replace(heads=None) for name in ("key", "value") if name in axes}
+    for name, value in tensors.items():
+        _check_tensor(name, value, axes[name], mesh, along)
 
-    def placements(axes: Axes, otherwise: Placement) -> tuple[Placement, ...]:
+    def placements(each: Axes, otherwise: Placement) -> tuple[Placement, ...]:
         """Where it has the sharded axis, `Shard`; where it has not, `otherwise`."""
-        found = (axis if axis is None else getattr(axes, axis) for axis in along)
+        found = ((axis, None if axis is None else getattr(each, axis)) for axis in along)
         return tuple(
-            Replicate() if axis is None else otherwise if place is None else Shard(place)
-            for axis, place in zip(along, found, strict=True)
+            Replicate() if axis is None else otherwise if place is None else Shard(place) for axis, place in found
         )
-
-    axes = {name: _axes_of(name, value, tensors) for name, value in tensors.items()}
-    number = 2 if arguments.get("return_lse") else 1
 
     def with_locals(*parts: Tensor) -> Any:
         return function(**arguments | dict(zip(tensors, parts, strict=True)))
 
+    number = 2 if arguments.get("return_lse") else 1
     return local_map(
         with_locals,
         out_placements=tuple(placements(each, Partial()) for each in outputs[:number]),
@@ -119,30 +132,25 @@ def _call_local(function: Callable[..., Any], arguments: dict[str, Any], outputs
     )(*tensors.values())
 
 
-def _axes_of(name: str, value: Tensor, tensors: dict[str, Tensor]) -> Axes:
-    axes = ARGUMENTS[name]
-    # The one head of multi-query attention is used by all query heads.
-    return Axes(axes.samples, None) if axes.heads == 1 and value.shape[1] == 1 < tensors["query"].shape[1] else axes
-
-
-def _sharded_axis(sharded: dict[str, Tensor], mesh: DeviceMesh, number: int) -> str | None:
+def _sharded_axis(
+    sharded: dict[str, Tensor], table: dict[str, Axes], mesh: DeviceMesh, number: int
+) -> str | None:
     """The axis that dimension `number` of the mesh divides: "samples", "heads" or None."""
     from torch.distributed.tensor import Replicate, Shard
 
     found: dict[str, str] = {}
     for name, value in sharded.items():
-        _check_mesh(name, value, mesh)
         placement = value.placements[number]  # type: ignore[attr-defined]
         if placement == Replicate():
             continue
-        axes = ARGUMENTS[name]
-        place = placement.dim % value.dim() if type(placement) is Shard else None
-        axis = next((axis for axis, at in axes._asdict().items() if at is not None and at == place), None)
+        places = {axis: place for axis, place in table[name]._asdict().items() if place is not None}
+        at = placement.dim % value.dim() if type(placement) is Shard else None
+        axis = next((axis for axis, place in places.items() if place == at), None)
         if axis is None:
-            allowed = " or ".join(f"Shard({at}), its {axis}," for axis, at in axes._asdict().items() if at is not None)
+            allowed = "".join(f", Shard({place}) ({axis})" for axis, place in places.items())
             raise ValueError(
-                f"{name}: expected Replicate(), {allowed} along mesh dimension {_name(mesh, number)}, got {placement}: "
-                f"use {name}.redistribute(placements=...)"
+                f"{name}: expected Replicate(){allowed} along mesh dimension {_name(mesh, number)}, got {placement}; "
+                f"see {name}.redistribute(placements=...)"
             )
         found[axis] = name
     if len(found) > 1:
@@ -153,27 +161,21 @@ def _sharded_axis(sharded: dict[str, Tensor], mesh: DeviceMesh, number: int) -> 
     return next(iter(found), None)
 
 
-def _check_mesh(name: str, value: Tensor, mesh: DeviceMesh) -> None:
-    if value.device_mesh != mesh:  # type: ignore[attr-defined]
-        raise ValueError(f"{name}: expected the device mesh of the other DTensors, {mesh}, got {value.device_mesh}")  # type: ignore[attr-defined]
-
-
-def _check_tensors(tensors: dict[str, Tensor], mesh: DeviceMesh, along: list[str | None]) -> None:
-    """Require DTensors, but for masks that all processes use whole, and axes that the mesh divides."""
-    for name, value in tensors.items():
-        axes = _axes_of(name, value, tensors)
-        if not is_dtensor(value) and (value.is_floating_point() or "samples" in along):
+def _check_tensor(name: str, value: Tensor, axes: Axes, mesh: DeviceMesh, along: list[str | None]) -> None:
+    """Require a DTensor whose sharded axes are divided evenly, or a plain tensor that all processes use whole."""
+    if not is_dtensor(value):
+        if value.is_floating_point() or any(axis and getattr(axes, axis) is not None for axis in along):
             raise TypeError(f"{name}: expected a DTensor, as other arguments are, got a plain tensor")
-        for axis in set(along) - {None}:
-            place, parts = getattr(axes, str(axis)), 1
-            for number, each in enumerate(along):
-                parts *= mesh.size(number) if each == axis else 1
-            if place is not None and is_dtensor(value) and value.shape[place] % parts:
-                names = " and ".join(_name(mesh, number) for number, each in enumerate(along) if each == axis)
-                raise ValueError(
-                    f"{name}: expected a number of {axis} that is a multiple of {parts}, the size of mesh dimension "
-                    f"{names}, got {value.shape[place]}"
-                )
+        return
+    for axis in {axis for axis in along if axis}:
+        place, dimensions = getattr(axes, axis), [number for number, each in enumerate(along) if each == axis]
+        parts = math.prod(mesh.size(number) for number in dimensions)
+        if place is not None and value.shape[place] % parts:
+            names = " and ".join(_name(mesh, number) for number in dimensions)
+            raise ValueError(
+                f"{name}: expected a number of {axis} that is a multiple of {parts}, the size of mesh dimension "
+                f"{names}, got {value.shape[place]}"
+            )
 
 
 def _name(mesh: DeviceMesh, number: int) -> str:

@@ -6,13 +6,15 @@
 The mixture is taken after the feature map. The computation is in linear_forms.py for PyTorch, in triton/linear.py
 (all keys) and triton/scan.py (causal) for CUDA.
 
-B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value, F width of the features.
+B batch, H query heads, G heads of keys and values, M components, Nq queries, Nk keys, D width of a head, Dv width of a
+value, F width of the features.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,7 @@ from mgk.ops import arguments as check
 from mgk.ops import dispatch
 from mgk.ops import linear_forms as forms
 from mgk.ops.api import HAS_TRITON
-from mgk.ops.common import allows_tf32, capability, dtype_name, without_autocast
+from mgk.ops.common import allows_tf32, capability, dtype_name, for_each_query_head, without_autocast
 from mgk.ops.dispatch import IMPLEMENTATIONS, LONG_SCAN, TRITON_DTYPES
 from mgk.ops.dtensor import OUTPUT, accepts_dtensors
 from mgk.ops.feature_maps import FeatureMap, check_feature_map, elu
@@ -37,8 +39,8 @@ HAS_FLA = importlib.util.find_spec("fla") is not None  # found, not imported
 @accepts_dtensors(OUTPUT)
 def mlk_attention(
     query: Float[Tensor, "b h nq d"],
-    key: Float[Tensor, "b h m nk d"],
-    value: Float[Tensor, "b h nk dv"],
+    key: Float[Tensor, "b g m nk d"],
+    value: Float[Tensor, "b g nk dv"],
     log_prior: Float[Tensor, "h m"] | Float[Tensor, "h m nk"] | None = None,
     *,
     feature_map: str | FeatureMap = "elu",
@@ -53,8 +55,9 @@ def mlk_attention(
 
     Args:
         query: (B,H,Nq,D).
-        key: (B,H,M,Nk,D), the M component keys of every position.
-        value: (B,H,Nk,Dv).
+        key: (B,G,M,Nk,D), the M component keys of every position. H is a multiple of G: query head h reads the keys and
+            values of head h // (H/G). The heads of a group are computed one after the other.
+        value: (B,G,Nk,Dv).
         log_prior: log priors of the components, (H,M) or per position (H,M,Nk); None is uniform, 1/M. They need not be
             normalised. -inf removes a component.
         feature_map: "elu" (elu + 1), "dpfp", or a callable (see `mgk.ops.feature_maps`), for example FAVOR+.
@@ -74,9 +77,9 @@ def mlk_attention(
 @accepts_dtensors(OUTPUT)
 def smlk_attention(
     query: Float[Tensor, "b h nq d"],
-    key: Float[Tensor, "b h nk d"],
+    key: Float[Tensor, "b g nk d"],
     shift: Float[Tensor, "h m d"],
-    value: Float[Tensor, "b h nk dv"],
+    value: Float[Tensor, "b g nk dv"],
     log_prior: Float[Tensor, "h m"] | Float[Tensor, "h m nk"] | None = None,
     *,
     feature_map: str | FeatureMap = "elu",
@@ -88,7 +91,7 @@ def smlk_attention(
 
     Args:
         query, value, log_prior, feature_map, is_causal, key_mask, impl: as in `mlk_attention`.
-        key: (B,H,Nk,D).
+        key: (B,G,Nk,D).
         shift: b, (H,M,D).
     """
     check.check_tensor("shift", shift, "H,M,D")
@@ -99,8 +102,8 @@ def smlk_attention(
 @accepts_dtensors(OUTPUT)
 def linear_attention(
     query: Float[Tensor, "b h nq d"],
-    key: Float[Tensor, "b h nk d"],
-    value: Float[Tensor, "b h nk dv"],
+    key: Float[Tensor, "b g nk d"],
+    value: Float[Tensor, "b g nk dv"],
     *,
     feature_map: str | FeatureMap = "elu",
     is_causal: bool = False,
@@ -111,7 +114,7 @@ def linear_attention(
 
     Args:
         query, value, feature_map, is_causal, key_mask, impl: as in `mlk_attention`.
-        key: (B,H,Nk,D).
+        key: (B,G,Nk,D).
     """
     query, key = _single_component(query, key)
     return _attention(query, key, None, value, None, feature_map, is_causal, key_mask, impl)
@@ -121,8 +124,8 @@ def linear_attention(
 def linear_step(
     state: LinearState | None,
     query: Float[Tensor, "b h n d"],
-    key: Float[Tensor, "b h m n d"] | Float[Tensor, "b h n d"],
-    value: Float[Tensor, "b h n dv"],
+    key: Float[Tensor, "b g m n d"] | Float[Tensor, "b g n d"],
+    value: Float[Tensor, "b g n dv"],
     log_prior: Float[Tensor, "h m"] | Float[Tensor, "h m n"] | None = None,
     *,
     shift: Float[Tensor, "h m d"] | None = None,
@@ -134,9 +137,9 @@ def linear_step(
     Feeding a sequence in pieces of any size equals one causal call. Gradients flow through the state.
 
     Args:
-        state: the state that the last step returned; None before the first.
+        state: the state that the last step returned; None before the first. It belongs to the H query heads.
         query, value, feature_map: as in `mlk_attention`, for the new tokens only.
-        key: (B,H,M,n,D) for MLK, (B,H,n,D) with `shift` for sMLK, (B,H,n,D) alone for linear attention.
+        key: (B,G,M,n,D) for MLK, (B,G,n,D) with `shift` for sMLK, (B,G,n,D) alone for linear attention.
         log_prior: (H,M), or per new position (H,M,n).
         shift: b of sMLK, (H,M,D).
         key_mask: bool (B,n), True where a new key takes part.
@@ -148,8 +151,12 @@ def linear_step(
     if query.shape[2] != key.shape[-2]:
         raise ValueError(f"key: expected one key per query, n = {query.shape[2]}, got {check.describe(key)}")
     with without_autocast(query):
-        checked = _check(query, key, shift, value, log_prior, feature_map, key_mask)
-        reads, keys, values = forms.prepare(query, key, shift, *checked, with_state=True)
+        values, prior, mask, phi = _check(query, key, shift, value, log_prior, feature_map, key_mask)
+        if shift is None:
+            key = for_each_query_head(key, query.shape[1])
+        values = for_each_query_head(values, query.shape[1])  # the new tokens only
+        reads, keys = forms.prepare(query, key, shift, prior, mask, phi, with_state=True)
+        values = forms.with_ones(values, mask, query)
         output, sums, exponent = forms.causal(reads, keys, values, *forms.state_sums(state, reads, values))
         return forms.quotient(output).to(query.dtype), LinearState(sums[..., :-1], sums[..., -1], exponent[:, :, 0])
 
@@ -178,19 +185,40 @@ def _attention(
     impl = check.check_choice("impl", impl, IMPLEMENTATIONS)
     values, prior, mask, phi = _check(query, key, shift, value, log_prior, feature_map, key_mask)
     path = _gpu_path(query, key, values, phi, is_causal, impl)
+    group = query.shape[1] // max(1, key.shape[1])
     with without_autocast(query):
         if path == "kernels":
             from mgk.ops.triton import linear, scan  # loads Triton
 
             kernels = scan.scan_attention if is_causal else linear.linear_attention
-            return kernels(query, key, shift, values, prior, mask)
-        reads, keys, values = forms.prepare(query, key, shift, values, prior, mask, phi)
-        if path == "fla":
-            sums = forms.fla_scan(reads, keys, values)
-        else:
+            return in_turn(group, query, shift, prior, lambda q, b, p: kernels(q, key, b, values, p, mask))
+        values = forms.with_ones(values, mask, query)
+
+        def attend(query: Tensor, shift: Tensor | None, prior: Tensor | None) -> Tensor:
+            reads, keys = forms.prepare(query, key, shift, prior, mask, phi)
+            if path == "fla":
+                return forms.quotient(forms.fla_scan(reads, keys, values))
             compute = forms.dense if impl == "reference" else forms.blockwise
-            sums = compute(reads, keys, values, is_causal)
-        return forms.quotient(sums).to(query.dtype)
+            return forms.quotient(compute(reads, keys, values, is_causal))
+
+        return in_turn(group, query, shift, prior, attend).to(query.dtype)
+
+
+def in_turn(
+    group: int, query: Tensor, shift: Tensor | None, log_prior: Tensor | None,
+    attend: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+) -> Tensor:  # fmt: skip
+    """Call `attend` with the first of the `group` query heads that read each key, then with the second, and so on.
+
+    Neither keys nor values are copied. The mixed features differ between these heads, as their priors and shifts do.
+    """
+    if group <= 1:
+        return attend(query, shift, log_prior)
+    outputs = [
+        attend(query[:, at], None if shift is None else shift[at], None if log_prior is None else log_prior[at])
+        for at in (slice(first, None, group) for first in range(group))
+    ]
+    return torch.stack(outputs, 2).flatten(1, 2)
 
 
 def _check(
@@ -208,10 +236,11 @@ def _check(
 
 
 def _single_component(query: object, key: object) -> tuple[Tensor, Tensor]:
-    """Check query (B,H,Nq,D) and key (B,H,Nk,D). Return them with the key as (B,H,1,Nk,D)."""
-    key = check.check_tensor("key", key, "B,H,Nk,D")
+    """Check query (B,H,Nq,D) and key (B,G,Nk,D). Return them with the key as (B,G,1,Nk,D)."""
+    key = check.check_tensor("key", key, "B,G,Nk,D")
     query = check.check_tensor("query", query, "B,H,Nq,D")
-    check.check_shape("key", key, "B,H,Nk,D", (*query.shape[:2], key.shape[2], query.shape[-1]), " to go with query")
+    expected = (query.shape[0], check.key_heads(key, query.shape[1]), key.shape[2], query.shape[-1])
+    check.check_shape("key", key, "B,G,Nk,D", expected, " to go with query")
     query, key, _ = check.check_query_key(query, key[:, :, None], None)
     return query, key
 

@@ -51,22 +51,24 @@ class LinearState(NamedTuple):
 
 
 def prepare(
-    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, prior: Tensor | None, mask: Tensor | None,
-    phi: FeatureMap, with_state: bool = False,
-) -> tuple[ScaledFeatures, ScaledFeatures, Tensor]:  # fmt: skip
-    """Features of the queries and of the mixed keys, (B,H,N,F), and values with a column of ones, (B,H,Nk,Dv+1).
-
-    The column of ones makes the denominator the last column of every sum.
-    """
+    query: Tensor, key: Tensor, shift: Tensor | None, prior: Tensor | None, mask: Tensor | None, phi: FeatureMap,
+    with_state: bool = False,
+) -> tuple[ScaledFeatures, ScaledFeatures]:  # fmt: skip
+    """Features of the queries and of the mixed keys, (B,H,N,F)."""
     dtype = compute_dtype(query.dtype)
-    key, value = zero_masked(key, mask), zero_masked(value, mask)
+    key = zero_masked(key, mask)
     key = key.to(dtype) if shift is None else shifted_keys(key, shift)
     # An infinity counts as NaN: the feature of minus infinity would be zero, and nobody would see it.
     query, key = (x.masked_fill(x.isinf(), torch.nan) for x in (query.to(dtype)[:, :, None], key))
     queries, keys = apply_feature_map(phi, query), apply_feature_map(phi, key)
     if phi is dpfp and (with_state or may_underflow(add_prior(keys.exponent[..., :1], prior))):
         queries, keys = remove_zeros(queries), remove_zeros(keys)  # only if needed: exp(-inf) is slow on a CPU
-    return mix(queries, None, None), mix(keys, prior, mask), pad(value.to(dtype), (0, 1), value=1.0)
+    return mix(queries, None, None), mix(keys, prior, mask)
+
+
+def with_ones(value: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
+    """Values with a column of ones, (B,H,Nk,Dv+1), whose sum is the denominator: the last column of every sum."""
+    return pad(zero_masked(value, mask).to(compute_dtype(query.dtype)), (0, 1), value=1.0)
 
 
 def add_prior(exponent: Tensor, log_prior: Tensor | None) -> Tensor:

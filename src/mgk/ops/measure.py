@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.ops import api, graph, reference
 from mgk.ops.common import shifted_keys
+from mgk.ops.options import Visibility
 
 DIRECTIONS = ("forward", "forward+backward")
 CHECKED_QUERIES = 1024  # the dense formula for more queries would need too much memory
@@ -192,7 +193,7 @@ def attend_densely(method: Method, inputs: dict[str, Tensor], *, is_causal: bool
         return attend(method, inputs, is_causal=is_causal, impl="reference")
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     scores = query @ key.mT / query.shape[-1] ** 0.5
-    visible = reference.visible_pairs(query, key.shape[-2], is_causal, None)
+    visible = reference.visible_pairs(query, key.shape[-2], Visibility(is_causal))
     out: Tensor = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
     return out
 

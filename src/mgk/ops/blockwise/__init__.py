@@ -8,7 +8,8 @@
     blocks.py       the partition of the work into blocks, and reusable buffers
     statistics.py   the sums of the M-steps
 
-B batch, H heads, G = B*H, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+B batch, H query heads, G heads of keys and values (H is a multiple of G), M components, Nq queries, Nk keys, D width of
+a head, Dv width of a value. Inside the operator there is one axis for batch and heads, and H and G count both.
 """
 
 from __future__ import annotations
@@ -17,49 +18,42 @@ import torch
 from torch import Tensor
 
 from mgk.ops.blockwise.flops import register_formulas
-from mgk.ops.blockwise.forms import flatten_heads, mixture_form, require_cpu, shifted_form
+from mgk.ops.blockwise.forms import Form, flatten_heads, log_of_sums, mixture_form, require_cpu, shifted_form
 from mgk.ops.blockwise.operators import attention
 from mgk.ops.blockwise.statistics import component_statistics, prior_statistics
-from mgk.ops.common import Variance, shifted_keys, unused, zero_masked
+from mgk.ops.common import unused, zero_masked
+from mgk.ops.options import Options, Result
 
 __all__ = ["component_statistics", "mgk_attention", "prior_statistics", "smgk_attention"]
 
 
-def mgk_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, variance: Variance, e_step: str,
-    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def mgk_attention(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Result:
     require_cpu(query)
-    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
-    form = mixture_form(query, key, log_prior if e_step == "soft" else None, variance, key_mask)
-    return _attend(form, query, value, log_prior, e_step, is_causal, dropout_p, query_mask)
+    query, key, value = _without_masked(query, key, value, options)
+    return _attend(mixture_form(query, key, options), query, value, options)
 
 
-def smgk_attention(
-    query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None, variance: Variance, e_step: str,
-    is_causal: bool, key_mask: Tensor | None, dropout_p: float, query_mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def smgk_attention(query: Tensor, key: Tensor, shift: Tensor, value: Tensor, options: Options) -> Result:
     require_cpu(query)
-    if isinstance(variance, Tensor) or shift.shape[1] == 1:  # scores q.k / s2_r differ by component, or M = 1
-        keys = shifted_keys(key, shift)
-        return mgk_attention(
-            query, keys, value, log_prior, variance, e_step, is_causal, key_mask, dropout_p, query_mask
-        )
-    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
-    form = shifted_form(query, key, shift, log_prior if e_step == "soft" else None, variance, key_mask)
-    return _attend(form, query, value, log_prior, e_step, is_causal, dropout_p, query_mask)
+    query, key, value = _without_masked(query, key, value, options)
+    return _attend(shifted_form(query, key, shift, options), query, value, options)
 
 
-def _attend(
-    form: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor], query: Tensor, value: Tensor, log_prior: Tensor | None,
-    e_step: str, is_causal: bool, dropout_p: float, query_mask: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Run the operator on a form (see forms.py). Return the output in the shape and dtype of `query`."""
-    *tensors, bound = form
+def _without_masked(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    key_mask, query_mask = options.visibility.key_mask, options.visibility.query_mask
+    return zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
+
+
+def _attend(form: Form, query: Tensor, value: Tensor, options: Options) -> Result:
+    """Run the operator on a form (see forms.py)."""
+    log_prior, variance, (is_causal, window, _, query_mask), hard, dropout_p, return_lse = options
     seed = torch.randint(1 << 62, ()) if dropout_p else torch.zeros((), dtype=torch.long)
     register_formulas()
-    output: Tensor
-    output, _ = attention(*tensors, flatten_heads(value), bound, e_step == "hard", is_causal, dropout_p, seed)
-    if e_step == "hard" and log_prior is not None and log_prior.requires_grad:
-        output = output + unused(log_prior).to(output.dtype)
-    return zero_masked(output.view(*query.shape[:3], value.shape[-1]).to(query.dtype), query_mask)
+    output, lse, _ = attention(*form.terms, flatten_heads(value), form.bound, hard, is_causal, window, dropout_p, seed)
+    if hard and log_prior is not None and log_prior.requires_grad:
+        output, lse = (x + unused(log_prior).to(x.dtype) for x in (output, lse))
+    output = zero_masked(output.view(*query.shape[:3], value.shape[-1]).to(query.dtype), query_mask)
+    if not return_lse:
+        return output, None
+    lse = log_of_sums(lse, query, variance)
+    return output, lse if query_mask is None else lse.masked_fill(~query_mask[:, None], -torch.inf)

@@ -17,7 +17,7 @@ A row with a sum above `TINY` loses at most 1e-12 of it for each key.
 Backward uses m_i plus the log of the row sum as the offset, so that weights sum to 1. If m_i is so large that rounding
 would lose that log, backward keeps m_i, and divides the gradient of the output by the sums instead.
 
-G heads, Nq queries, Nk keys, Dv width of a value.
+H query heads and G heads of keys and values of all batch entries, Nq queries, Nk keys, Dv width of a value.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mgk.ops.blockwise.blocks import Block, Scratch, column_views, make_blocks
+from mgk.ops.blockwise.blocks import Block, Reach, Scratch, column_views, make_blocks
 from mgk.ops.blockwise.kernels import LOWEST, LOWEST_BACKWARD, Kernel
 from mgk.ops.blockwise.shifted import ShiftedSoft
 from mgk.ops.blockwise.weights import Dropout, WeightGradient
@@ -40,7 +41,7 @@ LATE = {torch.float32: 1e4, torch.float64: 1e12}  # of the terms of l, from whic
 
 
 class Forward:
-    """Sums of weighted values (G,Nq,Dv) and of weights (G,Nq), filled block by block."""
+    """Sums of weighted values (H,Nq,Dv) and of weights (H,Nq), filled block by block."""
 
     def __init__(self, query: Tensor, value: Tensor, dropout: Dropout, scratch: Scratch) -> None:
         self.value, self.dropout, self.scratch, self.width = value, dropout, scratch, value.shape[-1]
@@ -50,10 +51,10 @@ class Forward:
     def run(self, kernel: Kernel, blocks: Sequence[Block]) -> None:
         for heads, group in groupby(blocks, attrgetter("heads")):
             kernel.select(heads)
-            value = self.value[heads]
+            value = kernel.groups.of(self.value, heads)
             extended = self.scratch("values", value.shape[0], self.width + 1, value.shape[1])
             extended[:, : self.width], extended[:, self.width] = value.mT, 1.0  # the last row sums the weights
-            values = column_views(extended)
+            values = column_views(extended.expand(heads.stop - heads.start, -1, -1))
             for block in group:
                 undropped: Tensor | float = 0.0
                 for keys in block.keys:
@@ -62,31 +63,31 @@ class Forward:
                         undropped = undropped + weights.sum(1)
                         weights *= self.dropout.kept(weights, block, keys)
                     sums = self.scratch("sums", weights.shape[0], self.width + 1, weights.shape[2])
-                    sums.baddbmm_(values[keys], weights, beta=int(keys.start > 0))
+                    sums.baddbmm_(values[keys], weights, beta=int(keys is not block.keys[0]))
                 self.total[block.place] = undropped if self.dropout.probability else sums[:, self.width]
                 self.output[block.place] = sums[:, : self.width].mT
 
 
 def attend(
-    kernel: Kernel, value: Tensor, bound: Tensor, active: Tensor, is_causal: bool, dropout: Dropout
-) -> tuple[Tensor, Tensor]:
-    """The output (G,Nq,Dv), and what backward needs of each row, (3,G,Nq).
+    kernel: Kernel, value: Tensor, bound: Tensor, active: Tensor, reach: Reach, dropout: Dropout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output (H,Nq,Dv), the log of the row sums (H,Nq), and what backward needs of each row, (3,H,Nq).
 
-    These are m_i, the row sum (0 and 1 where a row sees no key), and 1 where the row was computed as a mixture, plus 2
-    where m_i was subtracted late.
-    `bound` (G,Nq) bounds the exponents l, `active` (G,Nk) says which keys take part.
+    The last are m_i, the row sum (0 and 1 where a row sees no key), and 1 where the row was computed as a mixture, plus
+    2 where m_i was subtracted late.
+    `bound` (H,Nq) bounds the exponents l, `active` (H,Nk) says which keys take part.
     """
-    num_queries = bound.shape[1]
     forward = Forward(kernel.query, value, dropout, kernel.scratch)
-    total, as_mixture = forward.total, torch.zeros_like(forward.total)
-    blocks = list(make_blocks(num_queries, active, is_causal, kernel.components))
+    total = forward.total
+    as_mixture, left_out = torch.zeros_like(total), torch.zeros_like(total)
+    blocks = list(make_blocks(active, reach, kernel.groups, kernel.components))
     kernel.limit_weights(value)
     offset = kernel.largest_bias.expand_as(total).contiguous()
     kernel.set_row_offset(offset)
     if kernel.in_range:
         forward.run(kernel, blocks)
     else:
-        offset, uncertain = kernel.bound(bound), sees_a_key(num_queries, active, is_causal)
+        offset, uncertain = kernel.bound(bound), sees_a_key(active, reach)
         late = not kernel.magnitude() <= LATE[total.dtype]  # of NaN, too: it must not decide for other heads
         for attempt, exact in attempts(kernel, late):
             blocks = [block for block in blocks if bool(uncertain[block.place].any())]
@@ -98,10 +99,13 @@ def attend(
             forward.run(attempt, blocks)
             for block in blocks:
                 as_mixture[block.place] = (attempt is not kernel) + 2 * late
+                left_out[block.place] = 0 if attempt.left_out is None else attempt.left_out[block.place]
             uncertain = uncertain & (total < TINY[total.dtype])
     empty = total == 0
     total.masked_fill_(empty, 1)
-    return forward.output.div_(total[..., None]), torch.stack([offset.masked_fill(empty, 0), total, as_mixture])
+    lse = (offset + left_out + total.log()).masked_fill_(empty, -torch.inf)
+    rows = torch.stack([offset.masked_fill(empty, 0), total, as_mixture])
+    return forward.output.div_(total[..., None]), lse, rows
 
 
 def attempts(kernel: Kernel, late: bool) -> Iterator[tuple[Kernel, bool]]:
@@ -114,7 +118,7 @@ def attempts(kernel: Kernel, late: bool) -> Iterator[tuple[Kernel, bool]]:
 
 
 def set_exact_maximum(kernel: Kernel, offset: Tensor, blocks: Sequence[Block], late: bool) -> None:
-    """Write the largest exponent of the rows of `blocks` to `offset` (G,Nq)."""
+    """Write the largest exponent of the rows of `blocks` to `offset` (H,Nq)."""
     kernel.set_row_offset(torch.zeros_like(offset), late)
     for heads, group in groupby(blocks, attrgetter("heads")):
         kernel.select(heads)
@@ -122,34 +126,36 @@ def set_exact_maximum(kernel: Kernel, offset: Tensor, blocks: Sequence[Block], l
             offset[block.place] = kernel.row_maximum(block)
 
 
-def sees_a_key(num_queries: int, active: Tensor, is_causal: bool) -> Tensor:
-    """Whether a row sees an active key, (G,Nq)."""
-    num_keys = active.shape[1]
+def sees_a_key(active: Tensor, reach: Reach) -> Tensor:
+    """Whether a row sees an active key, (H,Nq)."""
     seen = torch.nn.functional.pad(active.cumsum(-1), (1, 0))  # active keys before each position
-    last = torch.arange(num_queries) + 1 + num_keys - num_queries if is_causal else torch.full((num_queries,), num_keys)
-    return seen[:, last.clamp(min=0)] > 0
+    first, stop = reach.bounds()
+    return seen[:, stop] > seen[:, first]
 
 
-def backward_offset(grad: Tensor, offset: Tensor, total: Tensor, late: bool) -> tuple[Tensor, Tensor, float]:
-    """The gradient of the output, the row offset and the lowest exponent that backward works with."""
+class RowGradients(NamedTuple):
+    """What backward works with: the row offset, how much weights are too large, and the lowest exponent."""
+
+    offset: Tensor  # (H,Nq)
+    excess: Tensor | None  # (H,Nq); None is 1
+    lowest: float
+
+    def divided(self, grad: Tensor) -> Tensor:
+        """The gradient (H,Nq,...) of what a row sums, for weights that are too large."""
+        return grad if self.excess is None else grad / self.excess.view(*self.excess.shape, *[1] * (grad.dim() - 2))
+
+
+def backward_rows(offset: Tensor, total: Tensor, late: bool) -> RowGradients:
     if late or bool((offset.abs() > LARGE).any()):
-        return grad / total[..., None], offset, LOWEST[grad.dtype]
-    return grad, offset + total.log(), LOWEST_BACKWARD[grad.dtype]
+        return RowGradients(offset, total, LOWEST[offset.dtype])
+    return RowGradients(offset + total.log(), None, LOWEST_BACKWARD[offset.dtype])
 
 
 def attend_backward(
-    kernels: Sequence[Kernel], as_mixture: Tensor, offset: Tensor, active: Tensor, is_causal: bool,
-    grad: WeightGradient,
-) -> None:  # fmt: skip
-    """Compute the weights again and fill the gradients of `kernels` and `grad`.
-
-    `as_mixture` (G,Nq) picks a kernel, and says whether `offset` is subtracted late.
-    """
-    late = bool((as_mixture >= 2).any())
-    for kernel in kernels:
-        kernel.set_row_offset(offset, late)
-        kernel.start_backward()
-    blocks = make_blocks(offset.shape[1], active, is_causal, kernels[0].components)
+    kernels: Sequence[Kernel], as_mixture: Tensor, active: Tensor, reach: Reach, grad: WeightGradient
+) -> None:
+    """Compute the weights again and fill the gradients of `kernels` and `grad`. `as_mixture` (H,Nq) picks a kernel."""
+    blocks = make_blocks(active, reach, kernels[0].groups, kernels[0].components)
     for heads, group in groupby(blocks, attrgetter("heads")):
         grad.select(heads)
         for kernel in kernels:

@@ -32,25 +32,27 @@ def register_formulas() -> None:
                 counter.flop_registry[packet] = module.flop_registry[packet]
 
 
-def forward(query: Shape, key: Shape, row_bias: Any, key_bias: Shape, value: Shape, *rest: Any, **_: Any) -> int:
-    _bound, _hard, causal, *_more = rest
-    return count(query, key, key_bias, value, causal).forward
+def forward(query: Shape, key: Shape, row_bias: Any, key_bias: Shape, scale: Any, *rest: Any, **_: Any) -> int:
+    value, _bound, _hard, causal, window, *_more = rest
+    return count((query, key, key_bias, value), scale, causal, window).forward
 
 
 def backward(
-    grad: Any, query: Shape, key: Shape, row_bias: Any, key_bias: Shape, value: Shape, *rest: Any, **_: Any
+    grad: Any, grad_lse: Any, query: Shape, key: Shape, row_bias: Any, key_bias: Shape, scale: Any, *rest: Any, **_: Any
 ) -> int:
-    _output, _rows, _hard, causal, *_more = rest
-    return count(query, key, key_bias, value, causal).backward
+    value, _output, _lse, _rows, _hard, causal, window, *_more = rest
+    return count((query, key, key_bias, value), scale, causal, window).backward
 
 
-def count(query: Shape, key: Shape, key_bias: Shape, value: Shape, causal: bool) -> Flops:
+def count(shapes: tuple[Shape, Shape, Shape, Shape], scale: Any, causal: bool, window: int | None) -> Flops:
     """FLOPs from the shapes of the arguments. PyTorch counts the products with shifts."""
+    query, key, key_bias, value = shapes
     if 0 in (*query, *key_bias, *value):
         return Flops(0, 0)
     return pair_flops(
         Dimensions(
-            variant="smgk" if key[1] < key_bias[1] else "mgk", heads=query[0], head_dim=query[2], queries=query[1],
-            keys=key_bias[2], components=key_bias[1], value_dim=value[2], causal=causal,
+            variant="smgk" if key[1] < key_bias[1] and scale is None else "mgk", heads=query[0], head_dim=query[2],
+            queries=query[1], keys=key_bias[2], components=key_bias[1], value_dim=value[2], causal=causal,
+            window=window,
         )
     )  # fmt: skip

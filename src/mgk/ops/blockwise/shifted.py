@@ -1,6 +1,7 @@
 """The two kernels of shifted keys, l[i,j,r] = q_i.k_j + log_u[i,r] + log_w[j,r], for M >= 2.
 
-G heads, g heads of a block, M components, Nq queries, Nk keys, D width of a head; nq, nk queries and keys of a block.
+H query heads of all batch entries, h heads of a block, M components, Nq queries, Nk keys, D width of a head; nq, nk
+queries and keys of a block.
 """
 
 from __future__ import annotations
@@ -11,31 +12,27 @@ import torch
 from torch import Tensor
 
 from mgk.ops.blockwise.blocks import Block, Scratch, Span, Views, column_views
-from mgk.ops.blockwise.kernels import LOWEST, Kernel, Mixture, prefix_maxima
+from mgk.ops.blockwise.kernels import LOWEST, Kernel, Mixture, Terms, prefix_maxima
 from mgk.ops.blockwise.weights import WeightGradient
 
 
 class Shifted(Kernel):
     """What both kernels share. The scores have one component; log_u and log_w have M."""
 
-    def __init__(
-        self, query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, key_bias: Tensor, lowest: float,
-        scratch: Scratch,
-    ) -> None:  # fmt: skip
-        """Query (G,Nq,D), key (G,1,Nk,D), log_u (G,M,Nq), log_w (G,M,Nk), key_bias (G,Nk)."""
-        super().__init__(query, key, None, key_bias[:, None], lowest, scratch)
-        self.log_u, self.log_w = log_u, log_w
+    def __init__(self, terms: Terms, log_u: Tensor, key_bias: Tensor, lowest: float, scratch: Scratch) -> None:
+        """The key of `terms` is (G,1,Nk,D), its biases are log_u (H,M,Nq) and log_w (H,M,Nk). key_bias (H,Nk)."""
+        super().__init__(terms._replace(row_bias=None, key_bias=key_bias[:, None]), lowest, scratch)
+        self.terms, self.log_u, self.log_w = terms, log_u, terms.key_bias
 
     def as_mixture(self) -> Mixture:
         """A kernel with the same exponents that does not factor them."""
-        key = self.key.expand(-1, self.log_u.shape[1], -1, -1)
-        return Mixture(self.query, key, self.log_u, self.log_w, self.lowest, self.scratch)
+        return Mixture(self.terms, self.lowest, self.scratch)
 
     def magnitude(self) -> float:
         return super().magnitude() + max(abs(end.item()) for end in self.log_u.aminmax())
 
-    def start_backward(self) -> None:
-        super().start_backward()
+    def start_backward(self, grad_lse: Tensor) -> None:
+        super().start_backward(grad_lse)
         self.grad_log_u, self.grad_log_w = torch.zeros_like(self.log_u), torch.zeros_like(self.log_w)
 
 
@@ -45,10 +42,8 @@ class ShiftedSoft(Shifted):
     Otherwise u and w are scaled to a largest entry of 1, and the scales are biases of the exponent q.k.
     """
 
-    def __init__(
-        self, query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, lowest: float, scratch: Scratch
-    ) -> None:
-        super().__init__(query, key, log_u, log_w, log_w.amax(1), lowest, scratch)
+    def __init__(self, terms: Terms, log_u: Tensor, lowest: float, scratch: Scratch) -> None:
+        super().__init__(terms, log_u, terms.key_bias.amax(1), lowest, scratch)
 
     def bound(self, bound: Tensor) -> Tensor:
         """The scaled exponent combines the largest log_u and the largest log_w, of different components perhaps."""
@@ -65,13 +60,14 @@ class ShiftedSoft(Shifted):
             log_u, log_w = self.log_u - scale[:, None], log_w - self.key_bias
             self.extra_range = log_u.min().item() + log_w.masked_fill(removed, 0).min().item(), 0.0
             super().set_row_offset(offset if late else offset - scale, late)
+            self.left_out = scale if late else None
             log_u, log_w = (x.clamp(min=LOWEST[x.dtype]) for x in (log_u, log_w))
         self.in_range = self.factored or self.in_range
         self.all_u, self.all_w = log_u.exp(), log_w.exp().masked_fill_(removed, 0)
 
     def select(self, heads: slice) -> None:
         if self.factored:
-            self.set_operands(self.key[heads, 0], self.query[heads])
+            self.set_operands(self.groups.expanded(self.key, heads)[:, 0], self.query[heads])
         else:
             super().select(heads)
         u, w = self.all_u[heads], self.all_w[heads]
@@ -87,7 +83,7 @@ class ShiftedSoft(Shifted):
         return self.scores(block, keys)
 
     def factors(self, block: Block, keys: Span) -> Tensor:
-        """sum_r u[i,r] w[j,r], (g,nk,nq)."""
+        """sum_r u[i,r] w[j,r], (h,nk,nq)."""
         return self.scratch.bmm("factors", self.transposed_w[keys], self.u[block.queries])
 
     def multiply(self, left: Tensor, right: Tensor, block: Block, keys: Span) -> Tensor:
@@ -96,7 +92,7 @@ class ShiftedSoft(Shifted):
         return left if self.in_range else self.hide(left.clamp_(min=math.exp(self.lowest)), block, keys)
 
     def weights(self, block: Block, keys: Span) -> Tensor:
-        exponentials = self.hide_future(self.exponential(self.scores(block, keys)), block, keys)
+        exponentials = self.hide_unreached(self.exponential(self.scores(block, keys)), block, keys)
         return self.multiply(exponentials, self.factors(block, keys), block, keys)
 
     def grad_score(self, block: Block, keys: Span, grad: WeightGradient) -> Tensor:
@@ -110,8 +106,9 @@ class ShiftedSoft(Shifted):
         self.grad_columns[keys].add_(torch.bmm(self.u[block.queries], exponentials.mT))
         return weights
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.grad_query, self.grad_key, self.grad_log_u * self.all_u, self.grad_log_w * self.all_w
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        by_u, by_w = self.grad_log_u * self.all_u, self.grad_log_w * self.all_w
+        return self.grad_query, self.grad_key, by_u, by_w, self.grad_scale
 
 
 class ShiftedHard(Shifted):
@@ -121,10 +118,9 @@ class ShiftedHard(Shifted):
     broadcast maximum.
     """
 
-    def __init__(
-        self, query: Tensor, key: Tensor, log_u: Tensor, log_w: Tensor, lowest: float, scratch: Scratch
-    ) -> None:
-        super().__init__(query, key, log_u, log_w, log_w[:, 0], lowest, scratch)
+    def __init__(self, terms: Terms, log_u: Tensor, lowest: float, scratch: Scratch) -> None:
+        log_w = terms.key_bias
+        super().__init__(terms, log_u, log_w[:, 0], lowest, scratch)
         self.lead = log_u - log_u[:, 1, None]
         self.rise = (log_w - self.key_bias).masked_fill(log_w == -torch.inf, 0)
         ends = [(x.amin((0, 2)), x.amax((0, 2))) for x in (self.lead, self.rise)]
@@ -134,6 +130,11 @@ class ShiftedHard(Shifted):
 
     def set_row_offset(self, offset: Tensor, late: bool = False) -> None:
         super().set_row_offset(offset if late else offset - self.log_u[:, 1], late)
+        self.left_out = self.log_u[:, 1] if late else None
+
+    def start_backward(self, grad_lse: Tensor) -> None:
+        super().start_backward(grad_lse)
+        self.grad_lse = grad_lse
 
     def select(self, heads: slice) -> None:
         super().select(heads)
@@ -147,7 +148,7 @@ class ShiftedHard(Shifted):
         self.grad_columns = [column_views(part) for part in self.grad_log_w[heads].unbind(1)]
 
     def candidates(self, block: Block, keys: Span) -> list[Tensor]:
-        """lead + rise of each component; those of the first two broadcast to (g,nk,nq)."""
+        """lead + rise of each component; those of the first two broadcast to (h,nk,nq)."""
         lead, rise = self.leads[block.queries], self.rises[keys]
         return [lead[:, 0], rise[:, 1], *(lead[:, r] + rise[:, r] for r in range(2, lead.shape[1]))]
 
@@ -173,8 +174,8 @@ class ShiftedHard(Shifted):
             self.grad_columns[r][keys].add_(won.sum(2))
         return grad_score
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The first component gets what the others leave. The gradients of a row's log_u sum to 0."""
-        self.grad_log_u[:, 0] = -self.grad_log_u[:, 1:].sum(1)
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The first component gets what the others leave. The gradients of a row's log_u sum to that of its lse."""
+        self.grad_log_u[:, 0] = self.grad_lse - self.grad_log_u[:, 1:].sum(1)
         self.grad_log_w[:, 0] -= self.grad_log_w[:, 1:].sum(1)
-        return self.grad_query, self.grad_key, self.grad_log_u, self.grad_log_w
+        return self.grad_query, self.grad_key, self.grad_log_u, self.grad_log_w, self.grad_scale

@@ -1,6 +1,7 @@
 """What is done with the attention weights of a block: dropout, and the gradient with respect to them.
 
-G heads, g heads of a block, Nq queries, Nk keys, Dv width of a value; nq, nk queries and keys of a block.
+H query heads and G heads of values of all batch entries, h heads of a block, Nq queries, Nk keys, Dv width of a value;
+nq, nk queries and keys of a block.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mgk.ops.blockwise.blocks import Block, Scratch, Span, row_views, transposed_views
+from mgk.ops.blockwise.blocks import Block, HeadGroups, Scratch, Span, row_views, transposed_views
 
 
 class Dropout(NamedTuple):
@@ -30,15 +31,17 @@ class Dropout(NamedTuple):
 class WeightGradient:
     """Computes the gradient of the weights before normalisation, dA - delta, and collects that of the values."""
 
-    def __init__(self, value: Tensor, output: Tensor, grad: Tensor, dropout: Dropout, scratch: Scratch) -> None:
-        """Value (G,Nk,Dv), output and its gradient (G,Nq,Dv)."""
+    def __init__(self, value: Tensor, grad: Tensor, delta: Tensor, dropout: Dropout, scratch: Scratch) -> None:
+        """Value (G,Nk,Dv), the gradient of the output (H,Nq,Dv), delta (H,Nq)."""
         self.value, self.grad, self.dropout, self.scratch = value, grad.contiguous(), dropout, scratch
-        self.delta = torch.linalg.vecdot(grad, output)[..., None]
+        self.groups = HeadGroups(grad.shape[0] // max(1, value.shape[0]))
+        self.delta = delta[..., None]
         self.grad_value = torch.zeros_like(value)
 
     def select(self, heads: slice) -> None:
         """Prepare for blocks of these heads."""
-        value, grad, grad_value = self.value[heads], self.grad[heads], self.grad_value[heads]
+        grad = self.grad[heads]
+        value, grad_value = (self.groups.of(x, heads) for x in (self.value, self.grad_value))
         width = value.shape[-1]
         grads = self.scratch("grads", grad.shape[0], grad.shape[1], width + 1)
         grads[..., :width] = grad
@@ -46,10 +49,11 @@ class WeightGradient:
         values = self.scratch("values", value.shape[0], value.shape[1], width + 1)
         values[..., :width], values[..., width:] = value, 1.0
         self.extended_grads, self.grads = transposed_views(grads), row_views(grad)
-        self.extended_values, self.grad_values = row_views(values), row_views(grad_value)
+        self.extended_values = row_views(values.expand(grad.shape[0], -1, -1))
+        self.grad_values = row_views(grad_value)
 
     def of(self, block: Block, keys: Span, weights: Tensor) -> Tensor:
-        """The gradient (g,nk,nq) for the weights (g,nk,nq) of a block."""
+        """The gradient (h,nk,nq) for the weights (h,nk,nq) of a block."""
         grad_weights = self.scratch.bmm("grad weights", self.extended_values[keys], self.extended_grads[block.queries])
         if self.dropout.probability:
             kept, delta = self.dropout.kept(weights, block, keys), self.delta[block.place].mT

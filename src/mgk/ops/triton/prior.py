@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mgk.ops.dispatch import block_width
+from mgk.ops.options import Options
 from mgk.ops.triton.bias import spans
 from mgk.ops.triton.host import as_bytes, dense, dot_precision
 from mgk.ops.triton.launch import launch
@@ -201,11 +202,9 @@ def prior_kernel(
         tl.store(p_total + o_n, tl.where(active, total, 0.0), mask=o_n < num_keys)
 
 
-def prior_statistics(
-    query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, variance: float | Tensor,
-    is_causal: bool, key_mask: Tensor | None, query_mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def prior_statistics(query: Tensor, key: Tensor, shift: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """Return sum_i gamma[i,j,r] over the batch (H,M,Nk) and the number of queries that see a key (Nk,), in float32."""
+    log_prior, variance, (is_causal, _, key_mask, query_mask), *_ = options
     (batch, heads, num_queries, _), num_keys = query.shape, key.shape[-2]
     total = query.new_empty(batch, heads, num_components(key, shift), num_keys, dtype=torch.float32)
     if total.numel() and num_queries:

@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from mgk.ops import dispatch
+from mgk.ops.options import Options, Visibility
 from mgk.ops.triton.primitives import INTERPRETED
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -97,13 +97,15 @@ def small_call(family: str, short: bool, device: torch.device) -> list[Tensor]:
         variance: float | Tensor = width**0.5
         if family == "shared":
             variance = torch.linspace(4, 12, 4, device=device).view(2, 2)
-        rest: tuple[Any, ...] = None, variance, "soft", True, None, 0.0
+        options = Options(None, variance, Visibility(is_causal=True))
         if family != "projected":
-            inputs = [query, make(1, 2, length, width), make(2, 2, width, dtype=torch.float32), value]
-            output = smgk_attention(*inputs, *rest)
+            key, shift = make(1, 2, length, width), make(2, 2, width, dtype=torch.float32)
+            inputs = [query, key, shift, value]
+            output, _ = smgk_attention(query, key, shift, value, options)
         else:
-            inputs = [query, make(1, 2, 2, length, width), value]
-            output = mgk_attention(*inputs, *rest)
+            key = make(1, 2, 2, length, width)
+            inputs = [query, key, value]
+            output, _ = mgk_attention(query, key, value, options)
         return [output.detach(), *torch.autograd.grad(output, inputs, make(*output.shape).detach())]
 
 
