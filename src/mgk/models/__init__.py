@@ -14,8 +14,9 @@ from mgk.models.config import (
     VisionConfig,
 )
 from mgk.models.language import LanguageModel
-from mgk.models.parallel import clip_grad_norm_, tensor_parallel, tensor_parallel_plan
+from mgk.models.parallel import clip_grad_norm_, context_parallel, tensor_parallel, tensor_parallel_plan
 from mgk.models.vision import VisionTransformer
+from mgk.ops.ring import shard_sequence, unshard_sequence
 
 __all__ = [
     "Classifier",
@@ -30,8 +31,11 @@ __all__ = [
     "VisionTransformer",
     "build",
     "clip_grad_norm_",
+    "context_parallel",
+    "shard_sequence",
     "tensor_parallel",
     "tensor_parallel_plan",
+    "unshard_sequence",
 ]
 
 Model = Classifier | Matcher | LanguageModel | VisionTransformer

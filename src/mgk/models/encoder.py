@@ -18,6 +18,7 @@ from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.ops.common import autocasts
 from mgk.ops.dtensor import is_dtensor
+from mgk.ops.ring import Ring
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -64,6 +65,7 @@ class TokenEncoder(nn.Module):
     def __init__(self, config: ClassifierConfig | LanguageModelConfig, *, causal: bool = False) -> None:
         super().__init__()
         self.max_length = config.max_length
+        self.ring: Ring | None = None  # see mgk.models.context_parallel
         self.tokens = Embedding(config.vocabulary, config.width)
         nn.init.normal_(self.tokens.weight, std=EMBEDDING_STD)
         self.positions: nn.Module
@@ -109,6 +111,8 @@ class TokenEncoder(nn.Module):
     ) -> tuple[Float[Tensor, "b n e"] | Float[Tensor, "t e"], Packing | None]:
         """Like `forward`, but the output of packed tokens stays packed. The second result is their packing, or None."""
         start = 0 if cache is None else cache.length
+        if positions is None and self.ring is not None:
+            positions = self._ring_positions(self.ring, tokens, mask)
         length = self._check(tokens, mask, positions, start)
         packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
         x = look_up("tokens", self.tokens, tokens.long())
@@ -125,6 +129,13 @@ class TokenEncoder(nn.Module):
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return self.stack.new_cache(batch_size, capacity)
+
+    def _ring_positions(self, ring: Ring, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            raise ValueError("positions: expected those of the tokens beside a mask in context parallelism, got None")
+        tokens = check_integers("tokens", tokens, None)
+        ring.chunk_length("tokens", tokens, 1)
+        return ring.positions(tokens.shape[1], tokens.device).expand(tokens.shape)
 
     def _added_positions(self, positions: Tensor | None, start: int, length: int, like: Tensor) -> Tensor:
         """Return the position embeddings, (N,E) or (B,N,E)."""

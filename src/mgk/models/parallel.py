@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mgk.models.classifier import Classifier
 from mgk.models.encoder import TokenEncoder
 from mgk.models.language import LanguageModel
+from mgk.models.vision import VisionTransformer
 from mgk.nn import Block, MixtureAttention
 from mgk.ops.dtensor import is_dtensor
+from mgk.ops.ring import Ring
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,6 +99,34 @@ def tensor_parallel(model: M, mesh: DeviceMesh, *, data_mesh: DeviceMesh | None 
             dist.broadcast(tensor.detach(), first, mesh.get_group())
     for attention in attentions:
         attention.m_step_groups = () if data_mesh is None else tuple(data_mesh.get_all_groups())
+    return model
+
+
+def context_parallel(model: M, mesh: DeviceMesh) -> M:
+    """Spread the sequences of a model over the processes of a one-dimensional mesh, in place.
+
+    Every process then calls the model with its part of tokens and targets (`shard_sequence`). Parameters are the same
+    on all processes; their gradients are summed or averaged as in data parallelism, for example by `fully_shard`.
+
+    Args:
+        model: a `LanguageModel`, or a module with `mgk.nn.MixtureAttention` in it that computes everything else
+            position by position.
+        mesh: the processes that share a sequence.
+    """
+    if isinstance(model, Classifier | VisionTransformer):
+        raise TypeError(
+            "model: expected a LanguageModel or a module that computes everything but attention position by position, "
+            f"got a {type(model).__name__}, which averages over positions"
+        )
+    attentions = [module for module in model.modules() if isinstance(module, MixtureAttention)]
+    if not attentions:
+        raise ValueError("model: expected a module with mgk.nn.MixtureAttention in it, got none")
+    if any(each.em_buffers for each in attentions):
+        raise ValueError("model: expected prior and means other than 'em' (an M-step needs all pairs), got 'em'")
+    ring = Ring(mesh)
+    for module in model.modules():
+        if isinstance(module, MixtureAttention | TokenEncoder):
+            module.ring = ring
     return model
 
 

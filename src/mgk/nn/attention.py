@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mgk.nn import arguments, operators
+from mgk.nn import arguments, context_parallel, operators
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, pad_shift, rotate
 from mgk.nn.m_step import m_step
@@ -25,6 +25,7 @@ from mgk.ops import arguments as check
 from mgk.ops.dispatch import IMPLEMENTATIONS
 from mgk.ops.dtensor import local_part
 from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures
+from mgk.ops.ring import Ring
 from mgk.variants import LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class MixtureAttention(nn.Module):
             mixing, rotary_dim,
         )  # fmt: skip
         self.m_step_enabled = True  # False while activation checkpointing repeats a forward pass
+        self.ring: Ring | None = None  # see mgk.models.context_parallel
         self.m_step_groups: tuple[Any, ...] = (None,)  # process groups whose statistics an M-step adds; None is all
         self._attention_hooks: OrderedDict[int, AttentionHook] = OrderedDict()
 
@@ -257,6 +259,8 @@ class MixtureAttention(nn.Module):
             The output (B,Nq,E), and A as (B,Nq,Nk) or (B,H,Nq,Nk) if `need_weights`, else None.
         """
         check.check_flag("is_causal", is_causal)
+        if self.ring is not None:
+            context_parallel.check_call(self, key is None or key is query, need_weights, cache, packing)
         if packing is not None:
             others = (key, value, key_padding_mask, attn_mask, cache, query_padding_mask)
             if need_weights or any(other is not None for other in others):
@@ -394,6 +398,8 @@ class MixtureAttention(nn.Module):
         if not torch.compiler.is_compiling():
             for hook in self._attention_hooks.values():
                 hook(self, inputs)
+        if self.ring is not None:
+            return context_parallel.attend(inputs, self.ring)
         return operators.attend(inputs)
 
     @property

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DeviceMesh, DTensor, Placement
+    from torch.distributed.tensor import DeviceMesh, Placement
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,9 +132,7 @@ def _call_local(
     )(*tensors.values())
 
 
-def _sharded_axis(
-    sharded: dict[str, Tensor], table: dict[str, Axes], mesh: DeviceMesh, number: int
-) -> str | None:
+def _sharded_axis(sharded: dict[str, Tensor], table: dict[str, Axes], mesh: DeviceMesh, number: int) -> str | None:
     """The axis that dimension `number` of the mesh divides: "samples", "heads" or None."""
     from torch.distributed.tensor import Replicate, Shard
 
