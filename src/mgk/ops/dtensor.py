@@ -147,7 +147,7 @@ def _sharded_axis(sharded: dict[str, Tensor], table: dict[str, Axes], mesh: Devi
         if axis is None:
             allowed = "".join(f", Shard({place}) ({axis})" for axis, place in places.items())
             raise ValueError(
-                f"{name}: expected Replicate(){allowed} along mesh dimension {_name(mesh, number)}, got {placement}; "
+                f"{name}: expected Replicate(){allowed} along mesh dimension {_name(mesh, number)}, got {placement!r}; "
                 f"see {name}.redistribute(placements=...)"
             )
         found[axis] = name
