@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 transformers = pytest.importorskip("transformers")
@@ -62,7 +63,7 @@ def test_export_model() -> None:
 
 def test_tensor_parallel() -> None:
     """On four processes in tests/parallel; here on one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         assert example("tensor_parallel").main(steps=2) < 5.0
     finally:

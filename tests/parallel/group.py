@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from tests.processes import quick_context
 
 Check = Callable[[], None]
+MODULES = ("tests.parallel.operator_checks", "tests.parallel.model_checks")
 WORLDS: dict[int, dict[str, Check]] = {}
 
 
@@ -34,18 +35,24 @@ def on(*worlds: int) -> Callable[[Check], Check]:
     return add
 
 
-def run(module: str, world: int, folder: Path) -> None:
-    """Run all checks of a module for this number of processes. Each leaves a file with its error, empty if none."""
+def checks(world: int) -> dict[str, Check]:
+    """The checks for groups of this size."""
+    for module in MODULES:
+        import_module(module)
+    return WORLDS[world]
+
+
+def run(world: int, folder: Path) -> None:
+    """Run all checks for groups of this size. Each process leaves a file with the error of each, empty if none."""
     method = quick_context().get_start_method()
-    start_processes(_process, (module, world, str(folder)), nprocs=world, start_method=method)  # type: ignore[no-untyped-call]
+    start_processes(_process, (world, str(folder)), nprocs=world, start_method=method)  # type: ignore[no-untyped-call]
 
 
-def _process(rank: int, module: str, world: int, folder: str) -> None:
+def _process(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    import_module(module)
     meeting, patience = f"file://{folder}/meeting", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=patience)
-    for name, check in WORLDS[world].items():
+    for name, check in checks(world).items():
         error = ""
         torch.manual_seed(0)
         try:

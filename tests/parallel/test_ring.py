@@ -29,7 +29,11 @@ def test_the_pieces_cover_every_visible_pair_once(
     found = torch.zeros(2 * chunk, 2 * chunk, dtype=torch.int)
     for piece in pieces(rank, source, size, chunk, is_causal, window):
         block = found[piece.queries, piece.keys]
-        seen = causal(*block.shape, piece.window) if piece.is_causal else torch.ones_like(block, dtype=torch.bool)
+        seen = (
+            causal(block.shape[0], block.shape[1], piece.window)
+            if piece.is_causal
+            else torch.ones_like(block, dtype=torch.bool)
+        )
         found[piece.queries, piece.keys] += (seen.flip(0, 1) if piece.reverse else seen).int()
     distance = positions(rank, size, chunk)[:, None] - positions(source, size, chunk)
     expected = (distance >= 0) & (distance < (window or 10**6)) if is_causal else torch.ones_like(found)

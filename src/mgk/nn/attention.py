@@ -80,8 +80,7 @@ class MixtureAttention(nn.Module):
         impl: implementation of `mgk.ops`: "auto" or a name.
     """
 
-    # nn.TransformerEncoderLayer reads these attributes of its self_attn. With these values it never takes its fused
-    # path, which computes softmax attention only.
+    # With these values nn.TransformerEncoderLayer never takes its fused path, which computes softmax attention only.
     batch_first = True
     in_proj_bias = None
     _qkv_same_embed_dim = False
@@ -144,7 +143,7 @@ class MixtureAttention(nn.Module):
         )  # fmt: skip
         self.m_step_enabled = True  # False while activation checkpointing repeats a forward pass
         self.ring: Ring | None = None  # see mgk.models.context_parallel
-        self.m_step_groups: tuple[Any, ...] = (None,)  # process groups whose statistics an M-step adds; None is all
+        self.m_step_groups: tuple[Any, ...] = (None,)  # of the statistics of an M-step; None is all
         self._attention_hooks: OrderedDict[int, AttentionHook] = OrderedDict()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -197,9 +196,8 @@ class MixtureAttention(nn.Module):
     @property
     def key_shift(self) -> Float[Tensor, "h m d"] | None:
         """The shifts b_r of the heads of this process, padded with zeros to the width of a head."""
-        if self.shift is None or not self.rotary_dim:
-            return self.shift if self.shift is None else local_part(self.shift)
-        return pad_shift(local_part(self.shift), self.head_dim)
+        shift = local_part(self.shift)
+        return shift if shift is None or not self.rotary_dim else pad_shift(shift, self.head_dim)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> KeyValueCache | StateCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
@@ -361,23 +359,22 @@ class MixtureAttention(nn.Module):
             q, k, v = torch.split(padded(nn.functional.linear(query, weight, bias)), sizes, -1)
         else:
             q, k, v = (padded(part(x)) for part, x in zip(projections, (query, key, value), strict=True))
-        # -1 counts the heads of this process, in tensor parallelism not all of them.
-        q, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, v))
-        if self.variant not in PROJECTED:
-            k = k.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        else:
-            k = k.unflatten(-1, (-1, self.num_components, self.head_dim)).permute(0, 2, 3, 1, 4)
+        head: tuple[int, ...] = (self.head_dim,)
+        key_head = (self.num_components, *head) if self.variant in PROJECTED else head
+        # Not num_heads: in tensor parallelism the process has some of them.
+        q, k, v = (
+            x.view(*x.shape[:2], x.shape[-1] // math.prod(each), *each).movedim(1, -2)
+            for x, each in ((q, head), (k, key_head), (v, head))
+        )
         if self.mixing == "keys":
-            prior = None if self.log_prior is None else local_part(self.log_prior).exp()
-            k = operators.mean_key(k, self.key_shift, prior)
+            k = operators.mean_key(k, self.key_shift, local_part(self.log_prior))
         return q, k, v
 
     def _inputs(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None,
         query_mask: Tensor | None,
     ) -> AttentionInputs:  # fmt: skip
-        log_prior, log_variance = (x if x is None else local_part(x) for x in (self.log_prior, self.log_variance))
-        shift = self.key_shift
+        log_prior, shift, log_variance = local_part(self.log_prior), self.key_shift, local_part(self.log_variance)
         if self.mixing == "keys":  # `_project` has mixed the keys
             log_prior = shift = None
         if log_prior is not None and log_prior.dim() == 3:
@@ -388,19 +385,16 @@ class MixtureAttention(nn.Module):
         if shift is not None and self.means_kind == "em":
             shift = shift.clone()
         variance = None if log_variance is None else log_variance.exp()
-        dropout_p = self.dropout if self.training else 0.0
         return AttentionInputs(
             query, key, value, shift, log_prior, variance, is_causal, key_mask, query_mask, self.variant, self.e_step,
-            self.feature_map, dropout_p, self.impl,
+            self.feature_map, self.dropout if self.training else 0.0, self.impl,
         )  # fmt: skip
 
     def _attend(self, inputs: AttentionInputs) -> Float[Tensor, "b h nq d"]:
         if not torch.compiler.is_compiling():
             for hook in self._attention_hooks.values():
                 hook(self, inputs)
-        if self.ring is not None:
-            return context_parallel.attend(inputs, self.ring)
-        return operators.attend(inputs)
+        return operators.attend(inputs) if self.ring is None else context_parallel.attend(inputs, self.ring)
 
     @property
     def _makes_m_step(self) -> bool:

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DeviceMesh, Placement
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T", Tensor, Tensor | None)
 
 PLAIN = {Tensor, nn.Parameter, NoneType, bool, int, float, str}
 
@@ -54,8 +56,8 @@ def is_dtensor(value: object) -> bool:
     return type(value) not in PLAIN and isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process holds; any other tensor itself."""
+def local_part(tensor: T) -> T:
+    """The part of a DTensor that this process holds; any other tensor, or None, itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
@@ -105,7 +107,7 @@ def _call_local(
             raise ValueError(f"{name}: expected a DTensor on the mesh of the others, {mesh}, got {value.device_mesh}")  # type: ignore[attr-defined]
     along = [_sharded_axis(sharded, table, mesh, number) for number in range(mesh.ndim)]
     axes = {name: table[name] for name in tensors}
-    if axes["query"].heads is not None and tensors["key"].shape[axes["key"].heads] == 1 < tensors["query"].shape[1]:
+    if tensors["key"].shape[1] == 1 < tensors["query"].shape[1]:  # heads are axis 1, packed or not
         # The one head of multi-query attention is used by all query heads.
         axes |= {name: axes[name]._replace(heads=None) for name in ("key", "value") if name in axes}
     for name, value in tensors.items():

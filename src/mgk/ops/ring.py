@@ -187,7 +187,7 @@ class Call:
         source = (self.ring.rank - step) % self.ring.size
         return pieces(self.ring.rank, source, self.ring.size, length // 2, self.is_causal, self.window)
 
-    def compute(self, piece: Piece, query: Tensor, key: Tensor, value: Tensor, parameters: Any) -> Any:
+    def compute(self, piece: Piece, query: Tensor, key: Tensor, value: Tensor, parameters: Sequence[Any]) -> Any:
         """The output and lse of the queries of a piece."""
         key_mask = None if self.key_mask is None else self.key_mask[:, piece.keys].bool()
         query_mask = None if self.query_mask is None else self.query_mask[:, piece.queries]
@@ -262,7 +262,7 @@ class RingAttention(torch.autograd.Function):
                 with torch.enable_grad(), without_autocast(query):
                     rest = iter(leaves[3:])
                     parameters = [next(rest) if there else None for there in ctx.present]
-                    part, part_lse = now.compute(piece, *leaves[:3], parameters)
+                    part, part_lse = now.compute(piece, leaves[0], leaves[1], leaves[2], parameters)
                 share = (part_lse.detach() - lse[:, :, rows]).exp().masked_fill(part_lse == -torch.inf, 0)
                 upstream = share[..., None] * grad[:, :, rows]
                 gain = (upstream * part.detach()).sum(-1) - share * mean_gain[:, :, rows]
