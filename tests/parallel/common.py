@@ -1,4 +1,4 @@
-"""What must hold on several processes: they compute what one computes, values, gradients and updates.
+"""Small models, and what it means that several processes compute what one computes: values, gradients and updates.
 
 All inputs are in float64: sums in another order differ by some 1e-15 times the size of their terms, at most 1e2 here.
 EXACT leaves two digits more. The language model rounds its logits to float32, so that its losses, of size 4, differ by
@@ -49,7 +49,7 @@ def batches(count: int, rows: int = 2, length: int = 8) -> list[dict[str, Tensor
     return [{"tokens": each[:, :-1], "target": each[:, 1:]} for each in draw]
 
 
-def train(model: nn.Module, data: list[dict[str, Tensor]], clip: Any) -> list[Tensor]:
+def train(model: Any, data: list[dict[str, Tensor]], clip: Any) -> list[Tensor]:
     """Return the losses of some steps, in which the norm of the gradients is clipped."""
     optimiser = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     losses = []
@@ -63,7 +63,7 @@ def train(model: nn.Module, data: list[dict[str, Tensor]], clip: Any) -> list[Te
     return losses
 
 
-def same_training(one: nn.Module, many: nn.Module, data: list[dict[str, Tensor]], parts: Any = None) -> None:
+def same_training(one: Any, many: Any, data: list[dict[str, Tensor]], parts: Any = None) -> None:
     """`many` sees its part of every batch, or all of it; the losses of its processes have the mean of `one`."""
     expected = train(one, data, nn.utils.clip_grad_norm_)
     for loss, wanted in zip(train(many, parts or data, clip_grad_norm_), expected, strict=True):

@@ -83,21 +83,16 @@ def check_operators_take_dtensors() -> None:
                 for name, each in inputs.items()
             }
             found = as_tuple(function(**sharded, **options))
-            grads = torch.autograd.grad(
-                found,
-                list(sharded.values()),
-                [
-                    distribute_tensor(each, mesh, output.placements)
-                    for each, output in zip(upstream, found, strict=True)
-                ],
-            )
+            parts = zip(upstream, found, strict=True)
+            directions = [distribute_tensor(each, mesh, output.placements) for each, output in parts]
+            grads = torch.autograd.grad(found, list(sharded.values()), directions)
             for each, wish in zip(found, expected, strict=True):
                 close(f"{case} {placements}", each, wish.detach())
             for name, grad, wish in zip(inputs, grads, wanted, strict=True):
                 close(f"{case} {placements}: gradient of {name}", grad, wish)
 
 
-def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -114,34 +109,26 @@ def check_ring_attention() -> None:
 
     key_mask = torch.rand(2, length, generator=generator) < 0.7
     query_mask = torch.rand(2, length, generator=generator) < 0.9
-    inputs = (
-        draw(2, 4, length, 3),
-        draw(2, 2, length, 3),
-        draw(2, 2, length, 5),
-        draw(4, 2, 3),
-        draw(4, 2),
-        draw(4, 2).exp(),
-    )
+    shapes = (2, 4, length, 3), (2, 2, length, 3), (2, 2, length, 5), (4, 2, 3), (4, 2)
+    inputs = *(draw(*shape) for shape in shapes), draw(4, 2).exp()
     upstream = draw(2, 4, length, 5)
+    masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
+    own_masks: dict[str, Any] = {name: shard_sequence(mask, mesh) for name, mask in masks.items()}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, keys: Any, queries: Any, causal: bool, window: Any, *p: Tensor) -> Any:
+        seen: dict[str, Any] = {"is_causal": causal, "window": window, "key_mask": keys, "query_mask": queries}
+        return mgk.smgk_attention(q, k, p[0], v, p[1], variance=p[2], return_lse=True, **seen)
+
     for is_causal, window in ((False, None), (True, None), (True, 1), (True, 4), (True, 17), (True, 10**3)):
         leaves = [each.clone().requires_grad_() for each in inputs]
         query, key, value, shift, prior, variance = leaves
-        expected = mgk.smgk_attention(
-            query, key, shift, value, prior, variance=variance, is_causal=is_causal, window=window, key_mask=key_mask, query_mask=query_mask,
-        )  # fmt: skip
+        seen: dict[str, Any] = {"is_causal": is_causal, "window": window}
+        expected: Tensor = mgk.smgk_attention(query, key, shift, value, prior, variance=variance, **seen, **masks)
         wanted = torch.autograd.grad(expected, leaves, upstream)
-
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, keys: Tensor, queries: Tensor, causal: bool, window: int | None, *p: Tensor
-        ) -> Any:
-            return mgk.smgk_attention(q, k, p[0], v, p[1], variance=p[2], is_causal=causal, window=window, key_mask=keys, query_mask=queries, return_lse=True)  # fmt: skip
 
         own = [shard_sequence(each, mesh, 2).requires_grad_() for each in inputs[:3]]
         shared = [each.clone().requires_grad_() for each in inputs[3:]]
-        output = ring_attention(
-            attend, *own, *shared, ring=ring, is_causal=is_causal, window=window,
-            key_mask=shard_sequence(key_mask, mesh), query_mask=shard_sequence(query_mask, mesh),
-        )  # fmt: skip
+        output = ring_attention(attend, own[0], own[1], own[2], *shared, ring=ring, **seen, **own_masks)
         close("output", unshard_sequence(output, mesh, 2), expected.detach())
         found = torch.autograd.grad(output, own + shared, shard_sequence(upstream, mesh, 2))
         for name, grad, wish in zip(("query", "key", "value"), found, wanted, strict=False):
@@ -193,16 +180,17 @@ def check_wrong_use_names_the_argument() -> None:
     em = language_model(prior="em")
     classifier = build(ClassifierConfig(vocabulary=5))
     wrong = {
-        "query: expected Replicate(), Shard(0) (samples), Shard(1) (heads) along mesh dimension 'heads', got Shard(dim=2)":
+        "query: expected Replicate(), Shard(0) (samples), Shard(1) (heads) along mesh dimension 'heads', got Shard":
             (attend, put((Shard(0), Shard(2))), whole),
         "key: expected Replicate()": (attend, whole, DTensor.from_local(query, mesh, (Partial(), Replicate()))),
         "value: expected to be sharded over samples along mesh dimension 'data', as query is, got heads":
             (attend, put((Shard(0), Replicate())), put((Shard(1), Replicate()))),
         "key: expected a DTensor, as other arguments are": (attend, whole, query, whole),
         "key: expected a DTensor on the mesh": (attend, whole, put((Replicate(),), other), whole),
-        "query: expected a number of heads that is a multiple of 4, the size of mesh dimension 'data' and 'heads', got 6":
+        "query: expected a number of heads that is a multiple of 4, the size of mesh dimension 'data' and 'heads'":
             (attend, *[put((Shard(1), Shard(1)), value=torch.randn(2, 6, 6, 3))] * 2),
-        "query: expected a plain tensor, for which prior_statistics is defined": (mgk.prior_statistics, whole, whole[:, :, None]),
+        "query: expected a plain tensor, for which prior_statistics is defined":
+            (mgk.prior_statistics, whole, whole[:, :, None]),
         "num_heads: expected a multiple of the 4 processes of the tensor-parallel mesh, got 6":
             (tensor_parallel, language_model(heads=6), other),
         "mesh: expected a mesh of one dimension": (tensor_parallel, em, mesh),
@@ -222,10 +210,9 @@ def check_wrong_use_names_the_argument() -> None:
     attention, x = ring.encoder.stack.layers[0].attention, torch.randn(2, 6, 8, dtype=torch.float64)
     assert "dropout: expected 0 in context parallelism" in error_of(attention, x)
     attention.eval()
-    for name, arguments in {
-        "key": {"key": x + 1}, "need_weights": {"need_weights": True}, "cache": {"cache": attention.new_cache(2)},
-    }.items():  # fmt: skip
-        assert f"{name}: expected" in error_of(attention, x, **arguments)
+    refused: dict[str, Any] = {"key": x + 1, "need_weights": True, "cache": attention.new_cache(2)}
+    for name, value in refused.items():
+        assert f"{name}: expected" in error_of(attention, x, **{name: value})
     assert "query: expected an even number" in error_of(attention, x[:, :5])
     tokens = torch.zeros(2, 6, dtype=torch.long)
     assert "positions: expected those" in error_of(ring, tokens, mask)

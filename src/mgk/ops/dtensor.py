@@ -58,7 +58,7 @@ def is_dtensor(value: object) -> bool:
 
 def local_part(tensor: T) -> T:
     """The part of a DTensor that this process holds; any other tensor, or None, itself."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, union-attr, no-any-return]
 
 
 def accepts_dtensors(
