@@ -64,6 +64,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             add(name, ("down",), RowwiseParallel())
         elif isinstance(module, LanguageModel) and module.output.cluster_weight is None:
             add(name, ("encoder.tokens",), RowwiseParallel(input_layouts=Replicate()))
+            add(name, ("lm_head",), ColwiseParallel())
             plan[f"{name}.output".lstrip(".")] = VocabularyParallel()
     return plan
 

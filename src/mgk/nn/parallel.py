@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 
 from mgk.nn.attention import MixtureAttention
@@ -95,7 +95,6 @@ class VocabularyParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, TiedSoftmax) or module.cluster_weight is not None:
             raise TypeError(f"module: expected a TiedSoftmax without cutoffs for VocabularyParallel, got {module}")
-        shard_rows(module, "bias", device_mesh)
         module.__class__ = ShardedSoftmax
         return module
 
@@ -104,7 +103,7 @@ class ShardedSoftmax(TiedSoftmax):
     """A `TiedSoftmax` without cutoffs, whose process has the logits of its own tokens only.
 
     The processes exchange three numbers per position: the largest logit, the sum of the exponentials and the logit of
-    the target.
+    the target. The bias stays whole on every process.
     """
 
     @property
@@ -113,36 +112,43 @@ class ShardedSoftmax(TiedSoftmax):
 
     def forward(self, hidden: Float[Tensor, "... e"], weight: Float[Tensor, "v e"]) -> Float[Tensor, "... v"]:
         """Return the logits of the whole vocabulary on every process."""
-        logits = _sharded_logits(hidden, weight, self.bias)
-        return logits.redistribute(placements=[Replicate()]).to_local().float()
+        logits: Tensor = self._logits(hidden, weight).redistribute(placements=[Replicate()]).to_local()
+        return logits[..., : self.sizes[0]].float()
 
     def losses(
         self, hidden: Float[Tensor, "t e"], weight: Float[Tensor, "v e"], target: Int[Tensor, " t"]
     ) -> Float[Tensor, " t"]:
         rows = max(1, MAX_LOGITS // len(weight))
         if len(hidden) <= rows:
-            return _sharded_losses(hidden, weight, self.bias, target)
+            return self._losses(hidden, weight, target)
         parts = [
-            checkpoint(_sharded_losses, part, weight, self.bias, wanted, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._losses, part, weight, wanted, use_reentrant=False, preserve_rng_state=False)
             for part, wanted in zip(torch.split(hidden, rows), torch.split(target, rows), strict=True)
         ]
         return torch.cat(parts)
 
+    def total_loss(
+        self, hidden: Float[Tensor, "t e"], weight: Float[Tensor, "v e"], target: Int[Tensor, " t"]
+    ) -> Float[Tensor, ""]:
+        """Return the sum of `losses`."""
+        return self.losses(hidden, weight, target).sum()
 
-def _sharded_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DTensor:
-    """The logits, sharded over the last axis. The gradient of `hidden` is summed over the processes."""
-    assert isinstance(weight, DTensor)
-    mesh = weight.device_mesh
-    if not isinstance(hidden, DTensor):
-        hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-    return linear(hidden, weight, bias)  # type: ignore[return-value]
+    def _logits(self, hidden: Tensor, weight: Tensor) -> DTensor:
+        """The logits, sharded over the last axis; -inf for rows of the weight behind the vocabulary."""
+        if not isinstance(weight, DTensor):
+            raise TypeError(f"weight: expected a DTensor, sharded over the vocabulary, got {type(weight).__name__}")
+        mesh, vocabulary = weight.device_mesh, self.sizes[0]
+        bias = hidden.new_zeros(vocabulary, dtype=weight.dtype) if self.bias is None else self.bias
+        bias = pad(bias, (0, len(weight) - vocabulary), value=-torch.inf)
+        whole = (DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in (hidden, bias))
+        inputs, offsets = whole  # their gradients are summed over the processes
+        return linear(inputs, weight, offsets.redistribute(placements=[Shard(0)]))  # type: ignore[return-value]
 
-
-def _sharded_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-    logits = _sharded_logits(hidden, weight, bias)
-    mesh = logits.device_mesh
-    first = mesh.get_local_rank() * -(-logits.shape[-1] // mesh.size())  # as Shard splits an axis
-    return _TokenLosses.apply(logits.to_local().float(), target, first, mesh.get_group())  # type: ignore[no-any-return, no-untyped-call]
+    def _losses(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        logits = self._logits(hidden, weight)
+        mesh = logits.device_mesh
+        first = mesh.get_local_rank() * -(-logits.shape[-1] // mesh.size())  # as Shard splits an axis
+        return _TokenLosses.apply(logits.to_local().float(), target, first, mesh.get_group())  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _TokenLosses(torch.autograd.Function):
