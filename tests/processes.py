@@ -5,7 +5,10 @@ from __future__ import annotations
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 
-MODULES = ["lightning_fabric", "mgk.recipes.compare", "experiments.reproduce.runner", "torch._dynamo"]
+MODULES = [
+    "lightning_fabric", "mgk.recipes.compare", "experiments.reproduce.runner", "torch._dynamo",
+    "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
+]  # fmt: skip
 
 
 def quick_context() -> ForkServerContext:

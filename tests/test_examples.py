@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 transformers = pytest.importorskip("transformers")
@@ -57,3 +59,12 @@ def test_vision() -> None:
 
 def test_export_model() -> None:
     assert example("export_model").main(("mlk",)) == 3
+
+
+def test_tensor_parallel() -> None:
+    """On four processes in tests/parallel; here on one."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert example("tensor_parallel").main(steps=2) < 5.0
+    finally:
+        dist.destroy_process_group()

@@ -14,7 +14,9 @@ from mgk.models.config import (
     VisionConfig,
 )
 from mgk.models.language import LanguageModel
+from mgk.models.parallel import clip_grad_norm_, context_parallel, tensor_parallel, tensor_parallel_plan
 from mgk.models.vision import VisionTransformer
+from mgk.ops.ring import shard_sequence, unshard_sequence
 
 __all__ = [
     "Classifier",
@@ -28,6 +30,12 @@ __all__ = [
     "VisionConfig",
     "VisionTransformer",
     "build",
+    "clip_grad_norm_",
+    "context_parallel",
+    "shard_sequence",
+    "tensor_parallel",
+    "tensor_parallel_plan",
+    "unshard_sequence",
 ]
 
 Model = Classifier | Matcher | LanguageModel | VisionTransformer

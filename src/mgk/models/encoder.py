@@ -17,6 +17,8 @@ from mgk.nn.embeddings import Embedding
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.ops.common import autocasts
+from mgk.ops.dtensor import is_dtensor
+from mgk.ops.ring import Ring
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -72,6 +74,7 @@ class TokenEncoder(nn.Module):
     def __init__(self, config: TokenConfig, *, causal: bool = False) -> None:
         super().__init__()
         self.max_length = config.max_length
+        self.ring: Ring | None = None  # see mgk.models.context_parallel
         self.tokens = Embedding(config.embedding_rows, config.width)
         nn.init.normal_(self.tokens.weight, std=EMBEDDING_STD)
         self.positions: nn.Module
@@ -118,6 +121,8 @@ class TokenEncoder(nn.Module):
     ) -> tuple[Float[Tensor, "b n e"] | Float[Tensor, "t e"], Packing | None]:
         """Like `forward`, but the output of packed tokens stays packed. The second result is their packing, or None."""
         start = 0 if cache is None else cache.length
+        if positions is None and self.ring is not None:
+            positions = self._ring_positions(self.ring, tokens, mask)
         length = self._check(tokens, mask, positions, start)
         packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
         x = look_up("tokens", self.tokens, tokens.long())
@@ -134,6 +139,13 @@ class TokenEncoder(nn.Module):
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return self.stack.new_cache(batch_size, capacity)
+
+    def _ring_positions(self, ring: Ring, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            raise ValueError("positions: expected those of the tokens beside a mask in context parallelism, got None")
+        tokens = check_integers("tokens", tokens, None)
+        ring.chunk_length("tokens", tokens, 1)
+        return ring.positions(tokens.shape[1], tokens.device).expand(tokens.shape)
 
     def _added_positions(self, positions: Tensor | None, start: int, length: int, like: Tensor) -> Tensor:
         """Return the position embeddings, (N,E) or (B,N,E)."""
@@ -174,10 +186,14 @@ def look_up(name: str, table: nn.Module, numbers: Tensor) -> Tensor:
     """Return rows of an embedding. On a CPU an index out of range is an error that names the argument."""
     if torch.compiler.is_compiling():
         return table(numbers)  # type: ignore[no-any-return]
+    size = len(table.weight)  # type: ignore[arg-type]
     try:
+        # A table that is sharded returns zeros for a number that no process has.
+        if is_dtensor(table.weight) and check.readable(numbers) and bool(((numbers < 0) | (numbers >= size)).any()):
+            raise IndexError
         return table(numbers)  # type: ignore[no-any-return]
     except IndexError:
-        found, size = f"{int(numbers.min())} to {int(numbers.max())}", len(table.weight)  # type: ignore[arg-type]
+        found = f"{int(numbers.min())} to {int(numbers.max())}"
         raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {found}") from None
 
 

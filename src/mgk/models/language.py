@@ -104,7 +104,7 @@ class LanguageModel(nn.Module):
         last: int | None = None,
     ) -> Float[Tensor, "b n e"]:
         """Return the hidden states that the output layer reads."""
-        if positions is None and mask is not None:
+        if positions is None and mask is not None and self.encoder.ring is None:
             positions = count_real(mask)[:, -tokens.shape[1] :]
         x = self.encoder(tokens, mask, positions, cache)
         return self.dropout(x if last is None else x[:, -last:])  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mgk.nn import arguments, operators
+from mgk.nn import arguments, context_parallel, operators
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, pad_shift, rotate
 from mgk.nn.m_step import m_step
@@ -24,7 +24,9 @@ from mgk.nn.operators import AttentionInputs
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
 from mgk.ops.dispatch import IMPLEMENTATIONS
+from mgk.ops.dtensor import local_part
 from mgk.ops.feature_maps import FeatureMap, PositiveOrthogonalFeatures
+from mgk.ops.ring import Ring
 from mgk.variants import LINEAR, MIXTURES, PRIORS, PROJECTED, SHIFTED, VARIANTS
 
 if TYPE_CHECKING:
@@ -144,6 +146,8 @@ class MixtureAttention(nn.Module):
             mixing, rotary_dim,
         )  # fmt: skip
         self.m_step_enabled = True  # False while activation checkpointing repeats a forward pass
+        self.ring: Ring | None = None  # see mgk.models.context_parallel
+        self.m_step_groups: tuple[Any, ...] = (None,)  # of the statistics of an M-step; None is all
         self._attention_hooks: OrderedDict[int, AttentionHook] = OrderedDict()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -198,10 +202,9 @@ class MixtureAttention(nn.Module):
 
     @property
     def key_shift(self) -> Float[Tensor, "h m d"] | None:
-        """The shifts b_r, padded with zeros to the width of a head."""
-        if self.shift is None or not self.rotary_dim:
-            return self.shift
-        return pad_shift(self.shift, self.head_dim)
+        """The shifts b_r of the heads of this process, padded with zeros to the width of a head."""
+        shift = local_part(self.shift)
+        return shift if shift is None or not self.rotary_dim else pad_shift(shift, self.head_dim)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> KeyValueCache | StateCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
@@ -261,6 +264,8 @@ class MixtureAttention(nn.Module):
             The output (B,Nq,E), and A as (B,Nq,Nk) or (B,H,Nq,Nk) if `need_weights`, else None.
         """
         check.check_flag("is_causal", is_causal)
+        if self.ring is not None:
+            context_parallel.check_call(self, key is None or key is query, need_weights, cache, packing)
         if packing is not None:
             others = (key, value, key_padding_mask, attn_mask, cache, query_padding_mask)
             if need_weights or any(other is not None for other in others):
@@ -361,19 +366,23 @@ class MixtureAttention(nn.Module):
             q, k, v = torch.split(padded(nn.functional.linear(query, weight, bias)), sizes, -1)
         else:
             q, k, v = (padded(part(x)) for part, x in zip(projections, (query, key, value), strict=True))
-        heads = (self.num_heads, self.head_dim)
-        key_heads = (self.num_heads, self.num_components, self.head_dim) if self.variant in PROJECTED else heads
-        q, k, v = (x.view(*x.shape[:2], *each) for x, each in ((q, heads), (k, key_heads), (v, heads)))
+        head: tuple[int, ...] = (self.head_dim,)
+        key_head = (self.num_components, *head) if self.variant in PROJECTED else head
+        # Not num_heads: in tensor parallelism the process has some of them.
+        q, k, v = (
+            x.view(*x.shape[:2], x.shape[-1] // math.prod(each), *each)
+            for x, each in ((q, head), (k, key_head), (v, head))
+        )
         q, k, v = (x.movedim(1, -2) for x in (self.query_norm(q), self.key_norm(k), v))
         if self.mixing == "keys":
-            k = operators.mean_key(k, self.key_shift, self.prior if self.log_prior is None else self.log_prior.exp())
+            k = operators.mean_key(k, self.key_shift, local_part(self.log_prior))
         return q, k, v
 
     def _inputs(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None,
         query_mask: Tensor | None,
     ) -> AttentionInputs:  # fmt: skip
-        log_prior, shift = self.log_prior, self.key_shift
+        log_prior, shift, log_variance = local_part(self.log_prior), self.key_shift, local_part(self.log_variance)
         if self.mixing == "keys":  # `_project` has mixed the keys
             log_prior = shift = None
         if log_prior is not None and log_prior.dim() == 3:
@@ -383,7 +392,7 @@ class MixtureAttention(nn.Module):
             log_prior = log_prior.clone()
         if shift is not None and self.means_kind == "em":
             shift = shift.clone()
-        variance = None if self.log_variance is None else self.log_variance.exp()
+        variance = None if log_variance is None else log_variance.exp()
         return AttentionInputs(
             query, key, value, shift, log_prior, variance, is_causal, key_mask, query_mask, self.variant, self.e_step,
             self.feature_map, self.dropout if self.training else 0.0, self.impl,
@@ -393,7 +402,7 @@ class MixtureAttention(nn.Module):
         if not torch.compiler.is_compiling():
             for hook in self._attention_hooks.values():
                 hook(self, inputs)
-        return operators.attend(inputs)
+        return operators.attend(inputs) if self.ring is None else context_parallel.attend(inputs, self.ring)
 
     @property
     def _makes_m_step(self) -> bool:

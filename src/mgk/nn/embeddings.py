@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mgk.nn.packing import group_sums
 from mgk.ops import arguments as check
+from mgk.ops.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -39,7 +40,7 @@ class Embedding(nn.Embedding):
     """`nn.Embedding(vocabulary, width)`, with a faster gradient for a small vocabulary: it does not sort the tokens."""
 
     def forward(self, input: Int[Tensor, "*b"]) -> Float[Tensor, "*b e"]:
-        if self.num_embeddings > SMALL_VOCABULARY or torch.compiler.is_compiling():
+        if self.num_embeddings > SMALL_VOCABULARY or torch.compiler.is_compiling() or is_dtensor(self.weight):
             return super().forward(input)
         return LookUp.apply(self.weight, input)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mgk.ops import m_steps
 from mgk.ops.common import compute_dtype, without_autocast
+from mgk.ops.dtensor import local_part
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 ROWS = 64  # queries processed at a time, so that memory is linear in Nk
 MIN_VARIANCE = 1e-6  # where all queries are equal
+
+Groups = tuple[Any, ...]  # process groups, one for each dimension of a mesh
+ALL: Groups = (None,)  # the group of all processes
 
 
 @torch.no_grad()
@@ -45,11 +49,12 @@ def m_step(module: MixtureAttention, x: AttentionInputs, query_mask: Bool[Tensor
     if module.prior_kind == "em":
         assert module.log_prior is not None
         total, count = prior_statistics(x.query, x.key, x.shift, x.log_prior, x.variance, **seen, impl=x.impl)
-        update_log_prior(module.log_prior, total, count, module.prior_momentum)
+        update_log_prior(local_part(module.log_prior), total, count, module.prior_momentum, module.m_step_groups)
     if module.means_kind == "em":
         assert module.shift is not None
         assert module.log_variance is not None
-        update_means(module.shift, module.log_variance, x.log_prior, x.query, x.key, **seen)
+        buffers = local_part(module.shift), local_part(module.log_variance)
+        update_means(*buffers, x.log_prior, x.query, x.key, **seen, groups=module.m_step_groups)
 
 
 # A custom operator: torch.compile need not trace the implementation.
@@ -86,6 +91,7 @@ def update_log_prior(
     total: Float[Tensor, "h m nk"],
     count: Float[Tensor, " nk"],
     momentum: float,
+    groups: Groups = ALL,
 ) -> None:
     """Update in place: prior <- momentum * prior + (1 - momentum) * total / count, over the batches of all processes.
 
@@ -98,7 +104,7 @@ def update_log_prior(
     else:  # processes may hold sequences of different lengths: all send N positions
         missing = log_prior.shape[-1] - total.shape[-1]
         total, count = torch.nn.functional.pad(total, (0, missing)), torch.nn.functional.pad(count, (0, missing))
-    total, count = sum_over_processes(total, count)
+    total, count = sum_over_processes(groups, total, count)
     prior = momentum * log_prior.to(total.dtype).exp() + (1 - momentum) * total / count.clamp(min=1)
     log_prior.copy_(torch.where((count > 0) & total.isfinite(), prior.log(), log_prior.to(total.dtype)))
 
@@ -114,6 +120,7 @@ def update_means(
     is_causal: bool,
     key_mask: Bool[Tensor, "b nk"] | None,
     query_mask: Bool[Tensor, "b nq"] | None,
+    groups: Groups = ALL,
 ) -> None:
     """Update `shift` and `log_variance` in place by one step.
 
@@ -126,7 +133,7 @@ def update_means(
         if log_prior is not None:
             bias = bias + log_prior.to(dtype).view(*log_s2.shape, -1)
         statistics = mean_statistics(q, k, b, log_s2, bias, is_causal, key_mask, query_mask)
-        mass, offset, square = sum_over_processes(*statistics)
+        mass, offset, square = sum_over_processes(groups, *statistics)
         used = (mass > 0) & (offset.sum(-1) + square).isfinite()
         weight = torch.where(used, mass, 1)
         step = offset / weight[..., None]
@@ -181,11 +188,12 @@ def mean_statistics(
     return mass, offset - torch.einsum("bhmj,bhjd->hmd", key_mass, key) - mass[..., None] * shift, square
 
 
-def sum_over_processes(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Return the sum of each part over all processes, with one all-reduce."""
+def sum_over_processes(groups: Groups, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Return the sum of each part over the processes, with one all-reduce for each group."""
     if not (dist.is_available() and dist.is_initialized()):
         return parts
     sums = torch.cat([part.flatten() for part in parts])
-    dist.all_reduce(sums)
+    for group in groups:
+        dist.all_reduce(sums, group=group)
     pieces = torch.split(sums, [part.numel() for part in parts])
     return tuple(piece.view_as(part) for piece, part in zip(pieces, parts, strict=True))

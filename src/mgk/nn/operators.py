@@ -113,9 +113,12 @@ def attend_packed(x: AttentionInputs, packing: Packing) -> Float[Tensor, "1 h t 
 def mean_key(
     key: Float[Tensor, "b h m nk d"] | Float[Tensor, "b h nk d"],
     shift: Float[Tensor, "h m d"] | None,
-    prior: Float[Tensor, "h m"],
+    log_prior: Float[Tensor, "h m"] | None,
 ) -> Float[Tensor, "b h nk d"]:
-    """sum_r prior_r k_jr: the mixture before a feature map, one key instead of M."""
+    """sum_r prior_r k_jr: the mixture before a feature map, one key instead of M. No prior is the uniform one."""
+    if log_prior is None:
+        return key.mean(2) if shift is None else key + shift.mean(1).to(key.dtype)[:, None]
+    prior = log_prior.exp()
     if shift is None:
         return torch.einsum("bhmnd,hm->bhnd", key, prior.to(key.dtype))
     mean = (prior[..., None] * shift).sum(1)

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn.packing import Packing
 from mgk.ops import api, reference
-from mgk.ops.common import compute_dtype, without_autocast
+from mgk.ops.common import compute_dtype, without_autocast, zero_masked
 from mgk.ops.options import Options, Visibility
 
 if TYPE_CHECKING:
@@ -55,13 +55,36 @@ def softmax_attention(
     if square and (dropout_p == 0 or query.is_cuda):
         mask = None if key_mask is None else key_mask[:, None, None]
         return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
-    value_of_heads = value.flatten(0, 1)[None]
-    query_of_heads, component, log_prior, variance = as_mixture(query, key, key_mask)
+    visibility = Visibility(is_causal, None, key_mask)
+    return mixture_attention(query, key, value, visibility, dropout_p=dropout_p, impl=impl)[0]
+
+
+def mixture_attention(
+    query: Float[Tensor, "b h nq d"],
+    key: Float[Tensor, "b g nk d"],
+    value: Float[Tensor, "b g nk dv"],
+    visibility: Visibility,
+    *,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    impl: str,
+) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"] | None]:
+    """Softmax attention computed as MGK with one component, and the log of its row sums if asked for.
+
+    Only the differences of these logs between sets of keys are those of softmax attention (`as_mixture`).
+    """
+    is_causal, window, key_mask, query_mask = visibility
+    query_of_heads, component, log_prior, variance = as_mixture(zero_masked(query, query_mask), key, key_mask)
+    log_prior = log_prior.repeat_interleave(query.shape[1] // key.shape[1], 0)
     module = api.implementation(impl, query, value)
     with without_autocast(query):
-        options = Options(log_prior, variance, Visibility(is_causal), dropout_p=dropout_p)
-        output: Tensor = module.mgk_attention(query_of_heads, component, value_of_heads, options)[0]
-    return output.view(*query.shape[:2], num_queries, value.shape[-1])
+        options = Options(log_prior, variance, Visibility(is_causal, window), False, dropout_p, return_lse)
+        output, lse = module.mgk_attention(query_of_heads, component, value.flatten(0, 1)[None], options)
+    output = zero_masked(output.view(*query.shape[:3], value.shape[-1]), query_mask)
+    if lse is None:
+        return output, None
+    lse = lse.view(query.shape[:3])
+    return output, lse if query_mask is None else lse.masked_fill(~query_mask[:, None], -math.inf)
 
 
 def can_be_packed(query: Tensor, value: Tensor) -> bool:

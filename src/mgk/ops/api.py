@@ -19,6 +19,7 @@ from mgk.ops import arguments as check
 from mgk.ops import blockwise, dispatch, native, reference
 from mgk.ops.common import capability, dtype_name, for_each_query_head, shifted_keys, without_autocast
 from mgk.ops.dispatch import IMPLEMENTATIONS
+from mgk.ops.dtensor import OUTPUT, accepts_dtensors
 from mgk.ops.options import Options, Result, Rows, Visibility, check_options, check_visibility
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def mgk_attention(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None = None, *, return_lse: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...  # fmt: skip
+@accepts_dtensors(OUTPUT, OUTPUT)
 def mgk_attention(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g m nk d"],
@@ -132,6 +134,7 @@ def smgk_attention(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None = None, *,
     return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> Tensor: ...  # fmt: skip
+@accepts_dtensors(OUTPUT, OUTPUT)
 def smgk_attention(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g nk d"],
@@ -171,6 +174,7 @@ def smgk_attention(
         return _returned(module.smgk_attention(query, key, shift, value, options), options)
 
 
+@accepts_dtensors(OUTPUT)
 def attention_weights(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g m nk d"] | Float[Tensor, "b g nk d"],
@@ -194,6 +198,7 @@ def attention_weights(
         return weights.to(query.dtype)
 
 
+@accepts_dtensors(OUTPUT)
 def responsibilities(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g m nk d"] | Float[Tensor, "b g nk d"],

@@ -26,6 +26,7 @@ from mgk.ops import linear_forms as forms
 from mgk.ops.api import HAS_TRITON
 from mgk.ops.common import allows_tf32, capability, dtype_name, for_each_query_head, without_autocast
 from mgk.ops.dispatch import LINEAR_IMPLEMENTATIONS, LONG_SCAN, TRITON_DTYPES
+from mgk.ops.dtensor import OUTPUT, accepts_dtensors
 from mgk.ops.feature_maps import FeatureMap, check_feature_map, elu
 from mgk.ops.linear_forms import LinearState as LinearState
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 HAS_FLA = importlib.util.find_spec("fla") is not None  # found, not imported
 
 
+@accepts_dtensors(OUTPUT)
 def mlk_attention(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g m nk d"],
@@ -72,6 +74,7 @@ def mlk_attention(
     return _attention(query, key, None, value, log_prior, feature_map, is_causal, key_mask, impl)
 
 
+@accepts_dtensors(OUTPUT)
 def smlk_attention(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g nk d"],
@@ -96,6 +99,7 @@ def smlk_attention(
     return _attention(query, key, shift, value, log_prior, feature_map, is_causal, key_mask, impl)
 
 
+@accepts_dtensors(OUTPUT)
 def linear_attention(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g nk d"],
@@ -116,6 +120,7 @@ def linear_attention(
     return _attention(query, key, None, value, None, feature_map, is_causal, key_mask, impl)
 
 
+@accepts_dtensors()
 def linear_step(
     state: LinearState | None,
     query: Float[Tensor, "b h n d"],

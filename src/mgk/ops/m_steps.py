@@ -13,12 +13,14 @@ from torch import Tensor
 from mgk.ops import arguments as check
 from mgk.ops.api import implementation
 from mgk.ops.common import compute_dtype, for_each_query_head, shifted_keys, without_autocast
+from mgk.ops.dtensor import accepts_dtensors
 from mgk.ops.options import Options, check_options, check_visibility
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
+@accepts_dtensors()
 def prior_statistics(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g m nk d"] | Float[Tensor, "b g nk d"],
@@ -48,6 +50,7 @@ def prior_statistics(
     return total, count
 
 
+@accepts_dtensors()
 def update_prior(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g m nk d"] | Float[Tensor, "b g nk d"],
@@ -78,6 +81,7 @@ def update_prior(
     return torch.where(count > 0, (total / count.clamp(min=1)).log(), before)
 
 
+@accepts_dtensors()
 def update_components(
     query: Float[Tensor, "b h nq d"],
     key: Float[Tensor, "b g m nk d"] | Float[Tensor, "b g nk d"],

@@ -16,6 +16,7 @@ from torch import Tensor
 from mgk.ops import arguments as check
 from mgk.ops.api import implementation
 from mgk.ops.common import without_autocast
+from mgk.ops.dtensor import PACKED, Axes, accepts_dtensors
 from mgk.ops.options import Options, Result, Rows, Visibility, check_options
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def mgk_varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None = None, *, return_lse: Literal[False] = False,
     **options: Unpack[VarlenOptions],
 ) -> Tensor: ...  # fmt: skip
+@accepts_dtensors(Axes(None, 1), Axes(None, 0), arguments=PACKED)
 def mgk_varlen_attention(
     query: Float[Tensor, "tq h d"],
     key: Float[Tensor, "tk g m d"],
@@ -106,6 +108,7 @@ def smgk_varlen_attention(
     query: Tensor, key: Tensor, shift: Tensor, value: Tensor, log_prior: Tensor | None = None, *,
     return_lse: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> Tensor: ...  # fmt: skip
+@accepts_dtensors(Axes(None, 1), Axes(None, 0), arguments=PACKED)
 def smgk_varlen_attention(
     query: Float[Tensor, "tq h d"],
     key: Float[Tensor, "tk g d"],
