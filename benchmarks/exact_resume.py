@@ -42,10 +42,10 @@ from mgk.train.learner import Learner
 from mgk.variants import MIXTURES
 
 MODES: dict[str, dict[str, Any]] = {
-    "eager": {"graphs": "off"},
-    "graph": {"graphs": "auto"},
-    "compile": {"graphs": "auto", "compile": True},
-    "deterministic": {"graphs": "auto"},
+    "eager": {"graphs": "off", "compile": "off"},
+    "graph": {"graphs": "auto", "compile": "off"},
+    "compile": {"graphs": "auto", "compile": "on"},
+    "deterministic": {"graphs": "auto", "compile": "off"},
 }
 MODELS = ("softmax", "mgk", "smgk")
 SIZES = (400, 32, 32)
@@ -144,7 +144,7 @@ def measure(case: Case, folder: Path, data: Path, start: Start = in_new_process)
 
 def compare(one: Path, two: Path) -> dict[str, Any]:
     """Compare two finished runs: "weights" and "state" count tensors with other bits; "log" is the first other step."""
-    first, second = (checkpoint.load(found) for run in (one, two) if (found := checkpoint.newest(run)))
+    first, second = (checkpoint.load(found) for run in (one, two) if (found := checkpoint.find(run)))
     differences = [
         float((first.weights[name].double() - other.double()).abs().max()) for name, other in second.weights.items()
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mgk import data
+from mgk import data, files
 from mgk.data import store
 from mgk.data.store import restore
 from tests.killing import every_kill
@@ -74,7 +74,7 @@ def test_a_second_preparation_waits_for_the_first_and_says_so(
             there.recv()
         os._exit(0)
     here.recv()
-    holder = store.holder
+    holder = files.holder
 
     def release(path: Path) -> str:
         found = holder(path)

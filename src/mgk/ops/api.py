@@ -270,8 +270,8 @@ def implementation(impl: str, query: Tensor, value: Tensor, components: int = 0)
     )
     if name == "reference" and impl == "auto" and query.device.type != "meta":
         warn_dense(reason)
-    if name == "blockwise" and impl == "auto" and missing:
-        warn_slow(missing)
+    if name == "blockwise" and impl == "auto" and native.MISSING:
+        warn_slow(native.MISSING)
     if name == "triton":  # loads Triton
         from mgk.ops import triton
 
