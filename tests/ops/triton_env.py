@@ -27,7 +27,7 @@ def repair_bfloat16() -> None:
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    cast, dot, binary = builder.cast_impl, builder.create_dot, builder.binary_op
+    cast, binary = builder.cast_impl, builder.binary_op
 
     def rounding_cast(self: Any, source: Any, target: Any) -> Any:
         if source.dtype.scalar == tl.bfloat16 and target.scalar == tl.float32:  # in one go, and subnormals too
@@ -39,10 +39,12 @@ def repair_bfloat16() -> None:
         return interpreter.TensorHandle(bits.reshape(source.data.shape), tl.bfloat16)
 
     def float_dot(self: Any, left: Any, right: Any, added: Any, *rest: Any) -> Any:
-        if left.dtype.scalar == tl.float32:
-            return dot(self, left, right, added, *rest)
-        # In float64, so that a product rounds alike in any shape and order, as on a GPU.
-        wide = [rounding_cast(self, x, tl.float32).data.astype(np.float64) for x in (left, right)]
+        # In float64, so that a product rounds alike in any shape and order, as on a GPU. Backward must find the weights
+        # of the forward pass again, also where rounding decides which of two keys has all of it.
+        wide = [
+            (x if x.dtype.scalar == tl.float32 else rounding_cast(self, x, tl.float32)).data.astype(np.float64)
+            for x in (left, right)
+        ]
         return interpreter.TensorHandle((np.matmul(*wide) + added.data).astype(np.float32), added.dtype.scalar)
 
     def float_binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
