@@ -51,6 +51,7 @@ REFUSED = "ValueError: query: no tile"  # the error of a call that no kernel tak
 EXCEPTIONS = (
     (r"sm_90 mgk/(bf|f)16/\d+/\d+/[3-8]/512", 16384, "these tiles take 1/2.4 of the time of some that do not (H200)"),
     (r"sm_90 s?mgk/(bf|f)16/(192|256)/", 16384, "these tiles take 1/1.7 of the time of some that do not (H200)"),
+    (r"sm_90 mgk/(bf|f)16/128/\S+ projected.key", 640, "the launch for heads that would overflow: few calls have one"),
     (r"\S+ mgk/f32/(192|256)/", 4096, "16 x 16 is the smallest tile of a product"),
     (r"\S+ s?mlk/f32/\S+causal\S* scan", 576, "16 positions are the smallest tile of a product"),
 )
