@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import mgk.data
 from benchmarks import exact_resume
+from mgk.files import checksum
 from mgk.train import checkpoint
 
 CASE = exact_resume.Case("smgk", "eager", 4, "cpu", "bf16-mixed", 32)
@@ -56,7 +57,7 @@ def test_any_other_bit_is_reported(what: str, folder: Path, tmp_path: Path) -> N
         torch.save(state, found / "state.pt")
     if what in ("weights", "state"):  # the checksums are those of the new content
         facts = json.loads((found / "checkpoint.json").read_text())
-        facts["files"] = {name: checkpoint.checksum(found / name) for name in facts["files"]}
+        facts["files"] = {name: checksum(found / name) for name in facts["files"]}
         (found / "checkpoint.json").write_text(json.dumps(facts))
     compared = exact_resume.compare(one, two)
     assert not exact_resume.exact(compared)
