@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgk import data, files
+from mgk import data
 from mgk.data import DataError, Sequences, listops, registry, store
+from mgk.files import checksum
 from tests.data.common import SMALL
 
 COMMAND = "mgk data prepare listops --sizes 60 20 20 --lengths 4 40"
@@ -122,7 +123,7 @@ def test_files_that_have_changed_places_are_noticed(folder: Path) -> None:
 def test_a_file_is_read_in_full_once_per_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(folder)
     read: list[str] = []
-    real = files.checksum
+    real = checksum
 
     def counted(path: Path) -> dict[str, Any]:
         read.append(path.name)
@@ -177,7 +178,7 @@ def test_a_hostile_array_is_refused_with_its_name(
     else:
         np.save(path, np.zeros((3, 20), np.uint8))
     manifest = json.loads((folder / "manifest.json").read_text())
-    forge(folder, files=manifest["files"] | {path.name: manifest["files"][path.name] | files.checksum(path)})
+    forge(folder, files=manifest["files"] | {path.name: manifest["files"][path.name] | checksum(path)})
     with pytest.raises(DataError, match=r"train.labels.npy: expected "):
         load(folder).split("train")
     assert not (tmp_path / "ran").exists()

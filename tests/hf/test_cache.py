@@ -12,7 +12,7 @@ from mgk.hf import MGKCache
 from mgk.nn import KeyValueCache, StackCache
 
 
-def cache(rows: int = 3, length: int = 5) -> MGKCache:
+def cache(rows: int = 3, length: int = 5) -> Any:
     """Two layers in which the key of row b, position n and layer l is 100 l + 10 b + n, and the value its negative."""
     layers: list[Any] = []
     for layer in range(2):
@@ -24,9 +24,9 @@ def cache(rows: int = 3, length: int = 5) -> MGKCache:
     return MGKCache(StackCache(layers))
 
 
-def held(given: MGKCache, layer: int = 0) -> list[list[float]]:
+def held(given: Any, layer: int = 0) -> list[list[float]]:
     """The keys of a layer, row by row; the values must be theirs."""
-    inner: Any = given.layers[layer].inner  # type: ignore[attr-defined]
+    inner: Any = given.layers[layer].inner
     key, value = (x[..., : inner.length, :].squeeze(-1).squeeze(1) for x in (inner._key, inner._value))
     assert torch.equal(value, -key)
     assert inner.batch_size == len(key)
@@ -82,7 +82,7 @@ def test_a_row_that_does_not_exist_is_an_error_after_reordering() -> None:
 def test_a_reset_cache_is_filled_from_the_start() -> None:
     given = cache()
     given.reset()
-    inner: Any = given.layers[0].inner  # type: ignore[attr-defined]
+    inner: Any = given.layers[0].inner
     fresh: Tensor = torch.full((3, 1, 1, 1), 7.0)
     inner.append(fresh, -fresh)
     assert held(given) == [[7.0]] * 3

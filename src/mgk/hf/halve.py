@@ -77,7 +77,7 @@ def halve(
             save_with_card(small, unfinished, settings, data_root)
         else:
             small.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)  # type: ignore[union-attr]
         write_json(unfinished / "merge.json", report)
         write_sums(unfinished, SUMMED)
     for line in lines(report):

@@ -70,10 +70,10 @@ class SummedModel(PreTrainedModel):
                 check_sums(folder)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
-    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save the model, and then the checksums of its files."""
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
-        if is_main_process:
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if args[0] if args else kwargs.get("is_main_process", True):
             write_sums(Path(save_directory))
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
