@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mgk import data, files
+from mgk import data
 from mgk.data import store
 from mgk.data.store import restore
+from mgk.files import holder
 from tests.killing import every_kill
 
 SPLITS = ("train", "dev", "test")
@@ -74,7 +75,6 @@ def test_a_second_preparation_waits_for_the_first_and_says_so(
             there.recv()
         os._exit(0)
     here.recv()
-    holder = files.holder
 
     def release(path: Path) -> str:
         found = holder(path)
