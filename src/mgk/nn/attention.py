@@ -1,7 +1,7 @@
 """Multi-head attention with mixture keys, called as `torch.nn.MultiheadAttention` is called with `batch_first=True`.
 
-B batch, H heads, M components, N positions (Nq queries, Nk keys), T rows of a packed batch, E width of the model,
-D width of a head.
+B batch, H query heads, G heads of keys and values, M components, N positions (Nq queries, Nk keys), T rows of a packed
+batch, E width of the model, D width of a head.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class MixtureAttention(nn.Module):
         embed_dim: E, the width of queries and outputs.
         num_heads: H.
         variant: one of the table above.
+        num_kv_heads: G, the number of heads of keys and values, which divides H: query head h reads head h // (H/G).
+            None is H. Shifts, priors and variances belong to query heads.
         head_dim: D; None is E / H. The inner width is H*D for every E.
         num_components: M, for the mixtures.
         e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior, and the module
@@ -94,6 +96,7 @@ class MixtureAttention(nn.Module):
         num_heads: int,
         *,
         variant: str = "smgk",
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         num_components: int = 2,
         e_step: str = "soft",
@@ -140,15 +143,17 @@ class MixtureAttention(nn.Module):
             variant, e_step, prior, dropout, feature_map, learn_variance, prior_positions, prior_momentum, means,
             mixing, rotary_dim,
         )  # fmt: skip
+        self.num_kv_heads = arguments.check_kv_heads(num_kv_heads, self.num_heads, means, mixing)
         self.m_step_enabled = True  # False while activation checkpointing repeats a forward pass
         self._attention_hooks: OrderedDict[int, AttentionHook] = OrderedDict()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
-        key_width = inner * components if variant in PROJECTED else inner
+        value_width = self.num_kv_heads * self.head_dim
+        key_width = value_width * components if variant in PROJECTED else value_width
         self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **factory)
         self.key_proj = nn.Linear(self.kdim, key_width, bias, **factory)
-        self.value_proj = nn.Linear(self.vdim, inner, bias, **factory)
+        self.value_proj = nn.Linear(self.vdim, value_width, bias, **factory)
         self.out_proj = nn.Linear(inner, embed_dim, bias, **factory)
         has_prior = prior == "em" or (prior == "sgd" and e_step == "soft" and variant in MIXTURES)
         positions = () if prior_positions is None else (prior_positions,)
@@ -309,6 +314,8 @@ class MixtureAttention(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"variant={self.variant}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+        if self.num_kv_heads != self.num_heads:
+            text += f", num_kv_heads={self.num_kv_heads}"
         if self.variant in MIXTURES:
             text += f", num_components={self.num_components}, e_step={self.e_step}, prior={self.prior_kind}"
         return text + f", causal={self.causal}, dropout={self.dropout}"
@@ -338,7 +345,7 @@ class MixtureAttention(nn.Module):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B,H,Nq,D), keys (B,H,Nk,D) or (B,H,M,Nk,D), and values (B,H,Nk,D).
+        """Return queries (B,H,Nq,D), keys (B,G,Nk,D) or (B,G,M,Nk,D), and values (B,G,Nk,D).
 
         With `packing` the inputs are (1,T,E), and the results are padded.
         """
@@ -355,12 +362,12 @@ class MixtureAttention(nn.Module):
             q, k, v = torch.split(padded(nn.functional.linear(query, weight, bias)), sizes, -1)
         else:
             q, k, v = (padded(part(x)) for part, x in zip(projections, (query, key, value), strict=True))
-        heads = (self.num_heads, self.head_dim)
-        q, v = (x.view(*x.shape[:2], *heads).transpose(1, 2) for x in (q, v))
+        q = q.view(*q.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        v = v.view(*v.shape[:2], self.num_kv_heads, self.head_dim).transpose(1, 2)
         if self.variant not in PROJECTED:
-            k = k.view(*k.shape[:2], *heads).transpose(1, 2)
+            k = k.view(*k.shape[:2], self.num_kv_heads, self.head_dim).transpose(1, 2)
         else:
-            k = k.view(*k.shape[:2], self.num_heads, self.num_components, self.head_dim).permute(0, 2, 3, 1, 4)
+            k = k.view(*k.shape[:2], self.num_kv_heads, self.num_components, self.head_dim).permute(0, 2, 3, 1, 4)
         if self.mixing == "keys":
             k = operators.mean_key(k, self.key_shift, self.prior if self.log_prior is None else self.log_prior.exp())
         return q, k, v
