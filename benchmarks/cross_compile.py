@@ -3,7 +3,8 @@
 TARGET is sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942. A CASE is FAMILY/DTYPE/D/Dv/M/N[/FLAGS], for example
 smgk/bf16/128/128/2/512/causal. FAMILY is smgk, mgk, smlk, mlk (linear attention), prior (the M-step) or loss (D is the
 width of the model, N its vocabulary). FLAGS are some of causal, hard, mask, drop, var (a variance per component), tf32
-(allow it) and one or few (that many queries), joined by commas.
+(allow it), group (the heads share keys), window (of 200), lse (it is returned) and one or few (that many queries),
+joined by commas.
 
 With cases it prints for each kernel the shared memory against the limit of the target, registers, spilled bytes and, on
 NVIDIA targets, the instructions per query-key pair of the inner loops, by disassembling what Triton compiled. Without
@@ -186,14 +187,15 @@ def run_case(case: str) -> None:
         torch.autograd.backward(losses.sum())
         return
     shifted = family in ("smgk", "smlk") or (family == "prior" and "var" not in flags)
-    query, value = make(BATCH, HEADS, queries, width), make(BATCH, HEADS, length, value_width)
-    key = make(BATCH, HEADS, *(() if shifted else (components,)), length, width)
+    key_heads = 1 if "group" in flags else HEADS
+    query, value = make(BATCH, HEADS, queries, width), make(BATCH, key_heads, length, value_width)
+    key = make(BATCH, key_heads, *(() if shifted else (components,)), length, width)
     shift = make(HEADS, components, width, dtype=torch.float32) if shifted else None
     prior = make(HEADS, components, dtype=torch.float32)
     mask = torch.rand(BATCH, length) < 0.8 if "mask" in flags else None
     variance = torch.ones(HEADS, components) if "var" in flags else math.sqrt(width)
     causal = "causal" in flags
-    visibility = Visibility(causal, key_mask=mask)
+    visibility = Visibility(causal, 200 if "window" in flags else None, mask)
     if family == "prior":
         kernels.prior_statistics(query, key, shift, Options(prior, variance, visibility))
         return
@@ -201,11 +203,13 @@ def run_case(case: str) -> None:
         attend = scan.scan_attention if causal else linear.linear_attention
         output = attend(query, key, shift, value, prior, mask)
     else:
-        options = Options(prior, variance, visibility, "hard" in flags, 0.1 * ("drop" in flags))
+        options = Options(prior, variance, visibility, "hard" in flags, 0.1 * ("drop" in flags), "lse" in flags)
         if shift is not None:
-            output, _ = kernels.smgk_attention(query, key, shift, value, options)
+            output, lse = kernels.smgk_attention(query, key, shift, value, options)
         else:
-            output, _ = kernels.mgk_attention(query, key, value, options)
+            output, lse = kernels.mgk_attention(query, key, value, options)
+        if lse is not None:
+            output = output + lse[..., None].to(output.dtype)
     if train:
         torch.autograd.backward(output, torch.zeros_like(output))
 

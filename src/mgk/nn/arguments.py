@@ -24,6 +24,19 @@ MEANS = ("sgd", "em")
 MIXINGS = ("features", "keys")
 
 
+def check_kv_heads(num_kv_heads: object, num_heads: int, means: str, mixing: str) -> int:
+    """Return the number of heads of keys and values, by default that of queries."""
+    if num_kv_heads is None:
+        return num_heads
+    number = check.check_count("num_kv_heads", num_kv_heads)
+    if num_heads % number:
+        raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {number}")
+    if number < num_heads and (means == "em" or mixing == "keys"):
+        name, value = ("means", "sgd") if means == "em" else ("mixing", "features")
+        raise ValueError(f"{name}: expected {value!r} with num_kv_heads = {number} below num_heads = {num_heads}")
+    return number
+
+
 def check_combination(
     variant: str,
     e_step: str,

@@ -1,7 +1,7 @@
 """Multi-head attention with mixture keys, called as `torch.nn.MultiheadAttention` is called with `batch_first=True`.
 
-B batch, H heads, M components, N positions (Nq queries, Nk keys), T rows of a packed batch, E width of the model,
-D width of a head.
+B batch, H query heads, G heads of keys and values, M components, N positions (Nq queries, Nk keys), T rows of a packed
+batch, E width of the model, D width of a head.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class MixtureAttention(nn.Module):
         embed_dim: E, the width of queries and outputs.
         num_heads: H.
         variant: one of the table above.
+        num_kv_heads: G, the number of heads of keys and values, which divides H: query head h reads head h // (H/G).
+            None is H. Shifts, priors and variances belong to query heads.
         head_dim: D; None is E / H. The inner width is H*D for every E.
         num_components: M, for the mixtures.
         e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior, and the module
@@ -98,6 +100,7 @@ class MixtureAttention(nn.Module):
         num_heads: int,
         *,
         variant: str = "smgk",
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         num_components: int = 2,
         e_step: str = "soft",
@@ -145,6 +148,7 @@ class MixtureAttention(nn.Module):
             variant, e_step, prior, dropout, feature_map, learn_variance, prior_positions, prior_momentum, means,
             mixing, rotary_dim,
         )  # fmt: skip
+        self.num_kv_heads = arguments.check_kv_heads(num_kv_heads, self.num_heads, means, mixing)
         self.m_step_enabled = True  # False while activation checkpointing repeats a forward pass
         self.ring: Ring | None = None  # see mgk.models.context_parallel
         self.m_step_groups: tuple[Any, ...] = (None,)  # of the statistics of an M-step; None is all
@@ -152,10 +156,11 @@ class MixtureAttention(nn.Module):
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
-        key_width = inner * components if variant in PROJECTED else inner
+        value_width = self.num_kv_heads * self.head_dim
+        key_width = value_width * components if variant in PROJECTED else value_width
         self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **factory)
         self.key_proj = nn.Linear(self.kdim, key_width, bias, **factory)
-        self.value_proj = nn.Linear(self.vdim, inner, bias, **factory)
+        self.value_proj = nn.Linear(self.vdim, value_width, bias, **factory)
         self.out_proj = nn.Linear(inner, embed_dim, bias, **factory)
         self.qk_norm = check.check_flag("qk_norm", qk_norm)
         head_norm: Any = RMSNorm if qk_norm else nn.Identity
@@ -320,6 +325,8 @@ class MixtureAttention(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"variant={self.variant}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+        if self.num_kv_heads != self.num_heads:
+            text += f", num_kv_heads={self.num_kv_heads}"
         if self.variant in MIXTURES:
             text += f", num_components={self.num_components}, e_step={self.e_step}, prior={self.prior_kind}"
         return text + f", causal={self.causal}, dropout={self.dropout}"
@@ -349,7 +356,7 @@ class MixtureAttention(nn.Module):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B,H,Nq,D), keys (B,H,Nk,D) or (B,H,M,Nk,D), and values (B,H,Nk,D).
+        """Return queries (B,H,Nq,D), keys (B,G,Nk,D) or (B,G,M,Nk,D), and values (B,G,Nk,D).
 
         With `packing` the inputs are (1,T,E), and the results are padded.
         """

@@ -24,8 +24,9 @@ MIN_CAPACITY = 16  # positions: a smaller buffer would save less than growing it
 class KeyValueCache:
     """Keys (B,H,N,D), or (B,H,M,N,D) for projected mixtures, and values (B,H,N,Dv), for softmax, MGK and sMGK.
 
-    sMGK stores one key per position for every M, because its shifts are parameters. The capacity C doubles when it is
-    full, so appending N positions copies O(N) numbers in total.
+    H counts the heads of keys and values, of which grouped queries have fewer than query heads. sMGK stores one key per
+    position for every M, because its shifts are parameters. The capacity C doubles when it is full, so appending N
+    positions copies O(N) numbers in total.
     """
 
     def __init__(self, batch_size: int, capacity: int = 0) -> None:

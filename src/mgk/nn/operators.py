@@ -33,8 +33,8 @@ class AttentionInputs:
     """
 
     query: Float[Tensor, "b h nq d"]
-    key: Float[Tensor, "b h nk d"] | Float[Tensor, "b h m nk d"]  # one key per component for mgk and mlk
-    value: Float[Tensor, "b h nk d"]
+    key: Float[Tensor, "b g nk d"] | Float[Tensor, "b g m nk d"]  # one key per component for mgk and mlk
+    value: Float[Tensor, "b g nk d"]
     shift: Float[Tensor, "h m d"] | None  # smgk and smlk
     log_prior: Float[Tensor, "h m"] | Float[Tensor, "h m nk"] | None  # None is uniform
     variance: Float[Tensor, "h m"] | None  # None is sqrt(D)

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn.packing import Packing
 from mgk.ops import api, reference
-from mgk.ops.common import compute_dtype, without_autocast, zero_masked
+from mgk.ops.common import compute_dtype, for_each_query_head, without_autocast, zero_masked
 from mgk.ops.options import Options, Visibility
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def softmax_attention(
 
     The output is undefined where `query_mask` is False. If it is the same object as `key_mask`, padding is skipped.
     """
-    if key_mask is not None and query_mask is key_mask and can_be_packed(query, value):
+    grouped = key.shape[1] != query.shape[1]
+    if key_mask is not None and query_mask is key_mask and can_be_packed(query, value) and not grouped:
         return packed_attention(query, key, value, key_mask, is_causal=is_causal, dropout_p=dropout_p)
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries == 1:  # the last one, which sees every key
@@ -54,7 +55,7 @@ def softmax_attention(
     square = not is_causal or (key_mask is None and num_queries == num_keys)
     if square and (dropout_p == 0 or query.is_cuda):
         mask = None if key_mask is None else key_mask[:, None, None]
-        return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
+        return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, enable_gqa=grouped)
     visibility = Visibility(is_causal, None, key_mask)
     return mixture_attention(query, key, value, visibility, dropout_p=dropout_p, impl=impl)[0]
 
@@ -75,7 +76,6 @@ def mixture_attention(
     """
     is_causal, window, key_mask, query_mask = visibility
     query_of_heads, component, log_prior, variance = as_mixture(zero_masked(query, query_mask), key, key_mask)
-    log_prior = log_prior.repeat_interleave(query.shape[1] // key.shape[1], 0)
     module = api.implementation(impl, query, value)
     with without_autocast(query):
         options = Options(log_prior, variance, Visibility(is_causal, window), False, dropout_p, return_lse)
@@ -160,7 +160,7 @@ def packed_softmax_attention(
 ) -> Float[Tensor, "1 h t d"]:
     """`softmax_attention` of a packed batch; the flash kernel needs no padding."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if can_be_packed(query, value):
+    if can_be_packed(query, value) and key.shape[1] == query.shape[1]:
         output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p)
         return output.transpose(0, 1)[None]
     q, k, v = (unpack_heads(x, packing) for x in (q, k, v))
@@ -199,7 +199,9 @@ def softmax_weights(
     """Return the dense weights (B,H,Nq,Nk), for inspection."""
     visible = reference.visible_pairs(query, key.shape[2], Visibility(is_causal))
     with without_autocast(query):
-        weights, _ = reference.attention_weights(*as_mixture(query, key, key_mask), False, visible)
+        queries, keys, *mixture = as_mixture(query, key, key_mask)
+        keys = for_each_query_head(keys, queries.shape[1])
+        weights, _ = reference.attention_weights(queries, keys, mixture[0], mixture[1], False, visible)
     return weights.view(*query.shape[:3], key.shape[2]).to(query.dtype)
 
 
@@ -214,4 +216,5 @@ def as_mixture(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Ten
     log_prior = key.to(compute_dtype(key.dtype)).square().sum(-1) / (2 * variance)
     if key_mask is not None:
         log_prior = log_prior.masked_fill(~key_mask[:, None], -math.inf)
+    log_prior = log_prior.repeat_interleave(query.shape[1] // key.shape[1], 1)
     return query.flatten(0, 1)[None], key.flatten(0, 1)[None, :, None], log_prior.flatten(0, 1)[:, None], variance

@@ -173,8 +173,11 @@ def rows_attention(
     """Attention within packed sequences: sequence b is at cu_seqlens[b] to cu_seqlens[b+1]. Zero after the last one."""
     from mgk.ops.triton import linear as kernels  # loads Triton
 
+    def attend(query: Tensor, shift: Tensor | None, prior: Tensor | None) -> Tensor:
+        return kernels.linear_attention(query, key, shift, value, prior, None, cu_seqlens, max_seqlen)
+
     with without_autocast(query):
-        return kernels.linear_attention(query, key, shift, value, log_prior, None, cu_seqlens, max_seqlen)
+        return in_turn(query.shape[1] // max(1, key.shape[1]), query, shift, log_prior, attend)
 
 
 def _attention(

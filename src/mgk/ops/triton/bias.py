@@ -114,9 +114,9 @@ def shifted_bias_block(
     origin, num_queries, num_keys = sequence(SPAN, i_b, num_queries, num_keys, SPAN is not None)
     if i_block < key_blocks:
         o_n = i_block * BN + tl.arange(0, BN)
-        first = key_origin(SPAN, i_b, SPAN is not None)
+        first_row = key_origin(SPAN, i_b, SPAN is not None)
         log_w = key_weights(
-            K + first * skb + i_h // GROUP * skh, SHIFT, PRIOR, None, inverse_variance, i_h, i_block * BN, num_keys,
+            K + first_row * skb + i_h // GROUP * skh, SHIFT, PRIOR, None, inverse_variance, i_h, i_block * BN, num_keys,
             positions, skn, 0, D, BD, M, 2 if HEAD_PRIOR else 3 if POSITION_PRIOR else 0, BN,
         )  # fmt: skip
         top = 0.0
