@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make test    check lint, format and types, and run all tests"
-	@echo "make demo    check every variant against its formula and train two small models"
+	@echo "make demo    check every variant against its formula and train three small models"
 	@echo "make bench   measure what mixture attention gains on this machine"
 	@echo "make sanitize  test the native CPU kernels with sanitizers"
 	@echo "make cross-compile  compile the kernels for all GPUs, which need not be there"

@@ -130,11 +130,15 @@ def test_demo_shows_every_variant_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "LISTOPS", demo.LISTOPS | {"sizes": (60, 20, 20)})
+    monkeypatch.setattr(demo, "SEEDS", 1)
     assert run(f"demo --steps 3 --out {tmp_path}") == 0
     shown = capsys.readouterr().out
-    for word in (*demo.VARIANTS, "| softmax:4 |", "| smgk:2    |", "comparison.md", "report.html"):
+    for word in (*demo.VARIANTS, "| softmax:4 |", "| softmax:2 |", "| smgk:2    |", "comparison.md", "report.html"):
         assert word in shown
     assert (tmp_path / "steps-3" / "comparison.md").exists()
+    monkeypatch.chdir(tmp_path)  # `explore` writes its page there
+    commands = [line.removeprefix("mgk ") for line in shown.splitlines() if line.startswith("mgk ")]
+    assert [run(command) for command in commands] == [0, 0]
     assert run(f"demo --steps 3 --out {tmp_path}") == 0  # nothing is left to train
 
 

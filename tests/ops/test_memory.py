@@ -1,4 +1,4 @@
-"""Blockwise at the sizes it is for: blocks of the real size, and memory linear in N."""
+"""The CPU implementations at the sizes they are for: blocks of the real size, and memory linear in N."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.common import E_STEPS, VARIANTS, Case, assert_same, attend
+from tests.ops.common import E_STEPS, IMPLS, VARIANTS, Case, assert_same, attend
 
 GIB = 1 << 30
 
@@ -24,7 +24,7 @@ def kilobytes(field):
 def run(n):
     leaves = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
     before = kilobytes("VmRSS")
-    mgk.VARIANT_attention(*leaves, is_causal=True, impl="blockwise").sum().backward()
+    mgk.VARIANT_attention(*leaves, is_causal=True, impl="IMPL").sum().backward()
     return kilobytes("VmHWM") - before
 
 run(64)
@@ -38,12 +38,13 @@ SHAPES = {
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory that Linux keeps")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_forward_and_backward_of_16384_fit_in_two_gib(variant: str) -> None:
+@pytest.mark.parametrize("impl", IMPLS[1:])
+def test_forward_and_backward_of_16384_fit_in_two_gib(impl: str, variant: str) -> None:
     """The matrix of weights alone would be 1 GiB, its gradient and the scores of each component as much again.
 
     Causal, because it is the same blocks in half the time.
     """
-    program = PROGRAM.replace("SHAPES", SHAPES[variant]).replace("VARIANT", variant)
+    program = PROGRAM.replace("SHAPES", SHAPES[variant]).replace("VARIANT", variant).replace("IMPL", impl)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2 * GIB
@@ -51,7 +52,8 @@ def test_forward_and_backward_of_16384_fit_in_two_gib(variant: str) -> None:
 
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_saved_for_backward_is_linear_in_n(variant: str, e_step: str) -> None:
+@pytest.mark.parametrize("impl", IMPLS[1:])
+def test_what_is_saved_for_backward_is_linear_in_n(impl: str, variant: str, e_step: str) -> None:
     def saved(length: int) -> int:
         total = 0
 
@@ -62,7 +64,7 @@ def test_what_is_saved_for_backward_is_linear_in_n(variant: str, e_step: str) ->
 
         case = Case(variant, B=1, H=1, Nq=length, Nk=length, e_step=e_step, variance="tensor")
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            attend(case.inputs(torch.float32), "blockwise", **case.options())
+            attend(case.inputs(torch.float32), impl, **case.options())
         return total
 
     assert 0 < saved(1024) <= 2 * saved(512)
@@ -71,8 +73,11 @@ def test_what_is_saved_for_backward_is_linear_in_n(variant: str, e_step: str) ->
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("e_step", E_STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_blocks_of_the_real_size_agree_with_the_reference(variant: str, e_step: str, is_causal: bool) -> None:
+@pytest.mark.parametrize("impl", IMPLS[1:])
+def test_blocks_of_the_real_size_agree_with_the_reference(
+    impl: str, variant: str, e_step: str, is_causal: bool
+) -> None:
     """Two and a bit blocks of keys, several of queries, none of them full at the end."""
     case = Case(variant, B=2, H=1, M=2, Nq=291, Nk=1061, D=5, masked=True, e_step=e_step, is_causal=is_causal)
     inputs, options = case.inputs(), case.options()
-    assert_same(attend(inputs, "blockwise", **options), attend(inputs, "reference", **options), inputs)
+    assert_same(attend(inputs, impl, **options), attend(inputs, "reference", **options), inputs)

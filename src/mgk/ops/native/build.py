@@ -1,7 +1,7 @@
 """Compile the native kernels: `python -m mgk.ops.native.build`, or from the build hook of the package (hatch_build.py).
 
-    python -m mgk.ops.native.build                         in place, for all instruction sets
-    python -m mgk.ops.native.build FILE [FLAG ...]         to FILE, with more compiler flags; MGK_NATIVE_LIBRARY=FILE loads it
+    python -m mgk.ops.native.build                     in place
+    python -m mgk.ops.native.build FILE [FLAG ...]     to FILE, which MGK_NATIVE_LIBRARY=FILE loads
 
 The library's file name contains a hash of the sources, so a library of other sources is never loaded. This module needs
 nothing but Python's standard library: the build hook runs it where PyTorch is not installed.

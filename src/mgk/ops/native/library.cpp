@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 #if !defined(_WIN32)
@@ -68,7 +69,10 @@ struct Pool {
 
   void start(std::shared_ptr<Loop> given, int64_t helpers) {
     std::lock_guard<std::mutex> lock(mutex);
-    for (; size < helpers; ++size) std::thread([this] { help(); }).detach();
+    try {
+      for (; size < helpers; ++size) std::thread([this] { help(); }).detach();
+    } catch (const std::system_error&) {  // the system has no more: fewer do the work
+    }
     loop = std::move(given);
     wanted = helpers;
     for (int64_t i = 0; i < helpers; ++i) wake.notify_one();

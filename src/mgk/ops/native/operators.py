@@ -42,16 +42,19 @@ def attention(
 def attention_backward(
     grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor,
     log_prior: Tensor | None, variance: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
-    output: Tensor, rows: Tensor, needs: list[bool], one_variance: float, hard: bool, causal: bool, window: int | None,
+    output: Tensor, rows: Tensor, wanted: int, one_variance: float, hard: bool, causal: bool, window: int | None,
     dropout_p: float, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key, shift, value, log_prior and variance; empty where `needs` says no."""
+    """The gradients of query, key, shift, value, log_prior and variance; empty where the bit of `wanted` is 0.
+
+    (A number and not a list: `Operator` takes what it does not know for something that must be traced.)
+    """
     leaves = query, key, shift, value, log_prior, variance
-    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = gradients(leaves, needs)
+    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = gradients(leaves, wanted)
     inputs = tuple(map(prepared, (query, key, value, shift, log_prior, variance, key_mask, query_mask)))
     of_output, of_lse = prepared(grad), prepared(grad_lse)
     of_query, of_key, of_shift, of_value, of_prior, of_variance = (
-        each.data_ptr() if need else 0 for each, need in zip(grads, needs, strict=True)
+        each.data_ptr() if wanted >> i & 1 else 0 for i, each in enumerate(grads)
     )
     addresses = (
         *map(address, inputs), output.data_ptr(), 0, rows.data_ptr(), address(of_output), address(of_lse),
@@ -86,17 +89,16 @@ def results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return output, query.new_empty(rows, dtype=dtype), query.new_empty((2, *rows), dtype=dtype)
 
 
-def gradients(leaves: tuple[Tensor | None, ...], needs: list[bool]) -> Any:
+def gradients(leaves: tuple[Tensor | None, ...], wanted: int) -> Any:
     query = leaves[0]
     assert query is not None
-    return tuple(
-        query.new_empty(0)
-        if leaf is None or not need
-        else empty_like(leaf, leaf.shape)
-        if query.shape[0]
-        else torch.zeros_like(leaf)  # nothing is added up
-        for leaf, need in zip(leaves, needs, strict=True)
-    )
+    found = []
+    for i, leaf in enumerate(leaves):
+        if leaf is None or not wanted >> i & 1:
+            found.append(query.new_empty(0))
+        else:  # without a batch nothing is added up, and nothing written
+            found.append(empty_like(leaf, leaf.shape) if query.shape[0] else torch.zeros_like(leaf))
+    return tuple(found)
 
 
 def empty_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -155,8 +157,9 @@ def attention_autograd(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *
     register_formulas()
     if grad is None:
         grad = torch.zeros_like(tensors[8])
-    needs = list(ctx.needs_input_grad[:6])
-    found = attention_backward(grad, grad_lse, *tensors, needs, *ctx.options, seed)
+    needs = ctx.needs_input_grad[:6]
+    wanted = sum(1 << i for i, need in enumerate(needs) if need)
+    found = attention_backward(grad, grad_lse, *tensors, wanted, *ctx.options, seed)
     return *(each if need else None for each, need in zip(found, needs, strict=True)), *[None] * 8
 
 
