@@ -138,8 +138,8 @@ class ShardedSoftmax(TiedSoftmax):
         if not isinstance(weight, DTensor):
             raise TypeError(f"weight: expected a DTensor, sharded over the vocabulary, got {type(weight).__name__}")
         mesh, vocabulary = weight.device_mesh, self.sizes[0]
-        bias = hidden.new_zeros(vocabulary, dtype=weight.dtype) if self.bias is None else self.bias
-        bias = pad(bias, (0, len(weight) - vocabulary), value=-torch.inf)
+        own: Tensor = hidden.new_zeros(vocabulary, dtype=weight.dtype) if self.bias is None else self.bias
+        bias = pad(own, (0, len(weight) - vocabulary), value=-torch.inf)
         whole = (DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in (hidden, bias))
         inputs, offsets = whole  # their gradients are summed over the processes
         return linear(inputs, weight, offsets.redistribute(placements=[Shard(0)]))  # type: ignore[return-value]
