@@ -95,6 +95,10 @@ class OwnLayer(Layer):
     def read(self) -> Projections:
         if self.module.variant != "softmax":
             raise ValueError(f"model: expected attention 'softmax', got {self.module.variant!r}")
+        if self.module.num_kv_heads != self.module.num_heads:
+            raise ValueError(
+                f"model: expected num_kv_heads = num_heads = {self.module.num_heads}, got {self.module.num_kv_heads}"
+            )
         return super().read()
 
 
