@@ -228,3 +228,17 @@ def test_dropout_is_off_in_evaluation() -> None:
     model, tokens = make("language", dropout=0.5), random_tokens(2, 9)
     torch.testing.assert_close(model(tokens), model(tokens), rtol=0, atol=0)
     assert (model.train()(tokens) - model(tokens)).abs().max() > 1e-3
+
+
+def test_grouped_queries_decode_as_they_train() -> None:
+    """A step of the cache, which holds the heads of keys and values alone, gives the logits of one call."""
+    config = LanguageModelConfig(
+        heads=4, num_kv_heads=2, head_dim=4, layers=2, width=16, hidden=16, vocabulary=30, cutoffs=(), dropout=0.0
+    )
+    torch.manual_seed(0)
+    model: Any = build(config).double().eval()
+    tokens = torch.arange(10).view(2, 5)
+    cache = model.new_cache(2)
+    steps = torch.cat([model(tokens[:, i : i + 1], cache=cache) for i in range(5)], 1)
+    torch.testing.assert_close(steps, model(tokens), rtol=1e-5, atol=1e-5)  # the logits are in float32
+    assert cache.bytes == 2 * (2 * 2 * 2 * 5 * 4) * 8

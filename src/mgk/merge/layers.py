@@ -97,6 +97,10 @@ class OwnLayer(Layer):
             raise ValueError(f"model: expected attention 'softmax', got {self.module.variant!r}")
         if self.module.qk_norm:
             raise ValueError(f"model: expected attention without {REFUSED['q_norm']}, got qk_norm=True")
+        if self.module.num_kv_heads != self.module.num_heads:
+            raise ValueError(
+                f"model: expected num_kv_heads = num_heads = {self.module.num_heads}, got {self.module.num_kv_heads}"
+            )
         return super().read()
 
 

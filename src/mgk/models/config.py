@@ -18,6 +18,8 @@ class TransformerConfig:
     """Attention variant; linear, mlk and smlk are the linear family."""
     heads: int = 4
     """Attention heads."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each read by heads / num_kv_heads query heads; None is heads."""
     head_dim: int | None = 32
     """Width of a head, independent of the width of the model; None is width / heads."""
     components: int = 2

@@ -34,6 +34,7 @@ def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: i
             config.width,
             config.heads,
             variant=config.attention,
+            num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             num_components=config.components,
             e_step=config.e_step,

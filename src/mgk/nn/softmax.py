@@ -199,9 +199,9 @@ def softmax_weights(
     """Return the dense weights (B,H,Nq,Nk), for inspection."""
     visible = reference.visible_pairs(query, key.shape[2], Visibility(is_causal))
     with without_autocast(query):
-        queries, keys, *mixture = as_mixture(query, key, key_mask)
+        queries, keys, log_prior, variance = as_mixture(query, key, key_mask)
         keys = for_each_query_head(keys, queries.shape[1])
-        weights, _ = reference.attention_weights(queries, keys, mixture[0], mixture[1], False, visible)
+        weights, _ = reference.attention_weights(queries, keys, log_prior, variance, False, visible)
     return weights.view(*query.shape[:3], key.shape[2]).to(query.dtype)
 
 
