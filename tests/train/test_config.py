@@ -80,3 +80,9 @@ def test_where_and_how_fast_it_runs_may_change() -> None:
 def test_flat_names_are_those_of_the_command_line() -> None:
     names = config.flatten(tiny())
     assert {"steps", "model.heads", "data.batch", "optimiser.lr"} <= set(names)
+
+
+@pytest.mark.parametrize(("saved", "read"), [(True, "on"), (False, "off"), ("auto", "auto")])
+def test_runs_that_saved_compile_as_a_flag_are_still_read(saved: object, read: str) -> None:
+    values = config.to_dict(recipe("lra-listops")) | {"compile": saved}
+    assert config.from_dict(values).compile == read

@@ -56,8 +56,10 @@ def count_flops(packet: Any, formula: Callable[..., int]) -> None:
     `torch.utils.flop_counter` imports Triton, which `import mgk` must not do, and each counter copies the formulas when
     it is made. So a formula is registered when its operator runs under a counter.
     """
+    if torch.compiler.is_compiling() or not num_modes():
+        return
     module = sys.modules.get("torch.utils.flop_counter")
-    if module is None or torch.compiler.is_compiling() or not num_modes():
+    if module is None:
         return
     if packet not in module.flop_registry:
         module.register_flop_formula(packet)(formula)
