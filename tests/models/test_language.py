@@ -176,10 +176,8 @@ def test_rows_behind_the_vocabulary_change_nothing() -> None:
         ({"rope_factor": 2.0}, "rope_type: expected linear, llama3 or yarn"),
         ({"rope_theta": 1e6, "positions": "learned"}, "positions: expected rotary with rope_type or rope_theta"),
         ({"rope_theta": 0.5}, "rope_theta: expected a number above 1, got 0.5"),
-        ({"global_every": 6}, "global_every: expected None without window, got 6"),
         ({"cutoffs": (5,), "output_bias": True}, "vocabulary_multiple: expected 1 with cutoffs, got 16"),
-        ({"num_kv_heads": 1}, "num_kv_heads: expected None, as mgk.nn.MixtureAttention has no num_kv_heads yet, got 1"),
-        ({"window": 8}, "window: expected None, as mgk.nn.MixtureAttention has no window yet, got 8"),
+        ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads"),
     ],
 )
 def test_wrong_settings(options: dict[str, Any], message: str) -> None:

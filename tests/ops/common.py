@@ -195,6 +195,8 @@ def dense_log_weights(inputs: Inputs, *, with_prior: bool = True) -> Tensor:
     if with_prior and "log_prior" in inputs:
         prior = inputs["log_prior"]
         logits = logits + (prior[..., None, None] if prior.dim() == 2 else prior[:, :, None])
+    elif with_prior:
+        logits = logits - math.log(logits.shape[2])
     return logits
 
 

@@ -191,7 +191,9 @@ def log_weights(x: dict[str, Tensor], case: Case, soft: bool = True) -> Tensor:
     distance = torch.cdist(x["query"][:, :, None], keys, compute_mode="donot_use_mm_for_euclid_dist")
     tensor = case.variance == "tensor"
     logits: Tensor = distance.square() / (-2 * (x["variance"][None, :, :, None, None] if tensor else case.s2))
-    if case.prior and soft:
+    if soft and not case.prior:
+        logits = logits - math.log(case.M)
+    elif soft:
         prior = x["log_prior"]
         logits = logits + (prior[None, :, :, None, None] if prior.dim() == 2 else prior[None, :, :, None])
     return logits

@@ -162,12 +162,6 @@ class LanguageModelConfig(TokenConfig):
 
     heads: int = 8
     """Attention heads."""
-    num_kv_heads: int | None = None
-    """Heads of keys and values, each read by heads / num_kv_heads heads of queries; None is heads."""
-    window: int | None = None
-    """Sliding window: a query sees the keys of this many positions up to its own; None is all."""
-    global_every: int | None = None
-    """With window: each layer of this number sees all positions; 6 is five local layers to one global."""
     head_dim: int | None = 16
     """Width of a head, independent of the width of the model; None is width / heads."""
     attention_bias: bool = False
@@ -207,23 +201,11 @@ class LanguageModelConfig(TokenConfig):
             raise ValueError("output_bias: expected True with cutoffs, got False")
         if adaptive and self.vocabulary_multiple != 1:
             raise ValueError(f"vocabulary_multiple: expected 1 with cutoffs, got {self.vocabulary_multiple}")
-        if self.global_every is not None and self.window is None:
-            raise ValueError(f"global_every: expected None without window, got {self.global_every}")
-        for name in ("num_kv_heads", "window"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}: expected None, as mgk.nn.MixtureAttention has no {name} yet, got {getattr(self, name)}"
-                )
 
     @property
     def embedding_rows(self) -> int:
         """Rows of the embedding of tokens, with those behind the vocabulary."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
-
-    def window_of(self, layer: int) -> int | None:
-        """Return the window of a layer, counted from 0."""
-        is_global = self.global_every is not None and (layer + 1) % self.global_every == 0
-        return None if is_global else self.window
 
 
 @dataclass(frozen=True)

@@ -49,4 +49,5 @@ def dimensions(config: TransformerConfig, positions: int, *, causal: bool = Fals
         feature_map=config.feature_map,
         causal=causal,
         e_step=config.e_step,
+        kv_heads=config.num_kv_heads,
     )

@@ -7,6 +7,7 @@ a head, Dv width of a value.
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
 from functools import cache
 from types import ModuleType
@@ -81,8 +82,8 @@ def mgk_attention(
         key: (B,G,M,Nk,D), the M component keys of every position. H is a multiple of G: query head h reads the keys and
             values of head h // (H/G), which are not copied (grouped queries; G = 1 is multi-query attention).
         value: (B,G,Nk,Dv).
-        log_prior: log of the components' priors, (H,M) or one per position (H,M,Nk); None is uniform, and counts as
-            zero in l. It need not be normalised; -inf removes a component. It belongs to query heads.
+        log_prior: log of the components' priors, (H,M) or one per position (H,M,Nk); None is uniform, log(1/M).
+            It need not be normalised; -inf removes a component. It belongs to query heads.
         variance: s2; None is sqrt(D), else a number or a tensor (H,M), which may require grad.
         e_step: "soft" or "hard".
         is_causal: a query sees the keys up to its own position; with Nq != Nk the last query sees every key:
@@ -121,7 +122,7 @@ def mgk_attention(
     )
     module = implementation(impl, query, value, key.shape[2])
     with without_autocast(query):
-        return _returned(module.mgk_attention(query, key, value, options), options)
+        return returned(module.mgk_attention(query, key, value, options), options, key.shape[2])
 
 
 @overload
@@ -171,7 +172,7 @@ def smgk_attention(
     )
     module = implementation(impl, query, value, shift.shape[1] if isinstance(options.variance, Tensor) else 0)
     with without_autocast(query):
-        return _returned(module.smgk_attention(query, key, shift, value, options), options)
+        return returned(module.smgk_attention(query, key, shift, value, options), options, shift.shape[1])
 
 
 @accepts_dtensors(OUTPUT)
@@ -297,9 +298,12 @@ def warn_slow(reason: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _returned(result: Result, options: Options) -> Tensor | tuple[Tensor, Tensor]:
+def returned(result: Result, options: Options, components: int) -> Tensor | tuple[Tensor, Tensor]:
+    """The output, and with `return_lse` the lse. Implementations leave out a uniform prior 1/M: it is added here."""
     output, lse = result
-    return (output, lse) if options.return_lse and lse is not None else output
+    if not options.return_lse or lse is None:
+        return output
+    return output, lse - math.log(components) if options.log_prior is None and not options.hard else lse
 
 
 def _component_keys(query: Tensor, key: Tensor, shift: Tensor | None) -> Tensor:

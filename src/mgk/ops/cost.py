@@ -22,7 +22,7 @@ from mgk.variants import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJE
 class Dimensions:
     """The sizes of one attention call, or of its layer.
 
-    `value_dim` is `head_dim` by default, `embed_dim` heads * head_dim, and `features` the width of the feature map.
+    `value_dim` is `head_dim` by default, `kv_heads` (heads of keys and values) is `heads`, `embed_dim` heads * head_dim, and `features` the width of the feature map.
     `components` and `e_step` apply to the mixtures, `feature_map` and `features` to the linear family.
     """
 
@@ -40,6 +40,7 @@ class Dimensions:
     causal: bool = False
     window: int | None = None
     e_step: str = "soft"
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("variant", self.variant, VARIANTS)
@@ -48,13 +49,17 @@ class Dimensions:
         check_flag("causal", self.causal)
         for name in ("heads", "head_dim", "queries", "keys", "batch", "components"):
             check_count(name, getattr(self, name))
-        for name in ("value_dim", "embed_dim", "features", "window"):
+        for name in ("value_dim", "embed_dim", "features", "window", "kv_heads"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
 
     @property
     def M(self) -> int:  # noqa: N802
         return self.components if self.variant in MIXTURES else 1
+
+    @property
+    def G(self) -> int:  # noqa: N802
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def Dv(self) -> int:  # noqa: N802
@@ -156,8 +161,8 @@ def reference_flops(d: Dimensions) -> Flops:
 def projection_flops(d: Dimensions) -> Flops:
     """FLOPs of the four projections. Backward has one product for the input and one for the weight."""
     key_width = d.head_dim * (d.M if d.variant in PROJECTED else 1)
-    of_queries, of_keys = d.head_dim + d.Dv, key_width + d.Dv  # query and output; key and value
-    forward = 2 * d.batch * d.heads * d.E * (d.queries * of_queries + d.keys * of_keys)
+    of_queries, of_keys = d.heads * (d.head_dim + d.Dv), d.G * (key_width + d.Dv)  # query and output; key and value
+    forward = 2 * d.batch * d.E * (d.queries * of_queries + d.keys * of_keys)
     return Flops(forward, 2 * forward)
 
 
@@ -200,10 +205,10 @@ def parameters(
 ) -> int:
     """Parameters of `mgk.nn.MixtureAttention`, with values of width D. A prior updated by EM is a buffer."""
     check_choice("prior", prior, PRIORS)
-    inner = d.heads * d.head_dim
-    key_width = inner * (d.M if d.variant in PROJECTED else 1)
-    weights = d.E * inner + (kdim or d.E) * key_width + (vdim or d.E) * inner + inner * d.E
-    biases = 2 * inner + key_width + d.E if bias else 0
+    inner, value_width = d.heads * d.head_dim, d.G * d.head_dim
+    key_width = value_width * (d.M if d.variant in PROJECTED else 1)
+    weights = d.E * inner + (kdim or d.E) * key_width + (vdim or d.E) * value_width + inner * d.E
+    biases = inner + key_width + value_width + d.E if bias else 0
     shift = inner * d.M if d.variant in SHIFTED else 0
     log_prior = d.heads * d.M if prior == "sgd" and d.e_step == "soft" and d.variant in MIXTURES else 0
     log_variance = d.heads * d.M if learn_variance and d.variant in GAUSSIAN else 0

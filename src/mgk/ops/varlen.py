@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mgk.ops import arguments as check
-from mgk.ops.api import implementation
+from mgk.ops.api import implementation, returned
 from mgk.ops.common import without_autocast
 from mgk.ops.dtensor import PACKED, Axes, accepts_dtensors
 from mgk.ops.options import Options, Result, Rows, Visibility, check_options
@@ -204,7 +204,8 @@ def _attention(
         else:
             output, lse = _one_by_one(module, query, key, shift, value, options, rows)
     output = output[0].transpose(0, 1)
-    return (output, lse[0]) if options.return_lse and lse is not None else output
+    components = key.shape[2] if shift is None else shift.shape[1]
+    return returned((output, None if lse is None else lse[0]), options, components)
 
 
 def _one_by_one(
