@@ -147,8 +147,8 @@ class MixtureAttention(nn.Module):
         self._attention_hooks: OrderedDict[int, AttentionHook] = OrderedDict()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
-        width = self.num_kv_heads * self.head_dim
+        heads, components = self.num_heads, self.num_components
+        inner, width = heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **factory)
         self.key_proj = nn.Linear(self.kdim, width * (components if variant in PROJECTED else 1), bias, **factory)
         self.value_proj = nn.Linear(self.vdim, width, bias, **factory)
@@ -359,8 +359,7 @@ class MixtureAttention(nn.Module):
             q, k, v = torch.split(padded(nn.functional.linear(query, weight, bias)), sizes, -1)
         else:
             q, k, v = (padded(part(x)) for part, x in zip(projections, (query, key, value), strict=True))
-        q = q.view(*q.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
-        v = v.view(*v.shape[:2], self.num_kv_heads, self.head_dim).transpose(1, 2)
+        q, v = (x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for x in (q, v))
         if self.variant not in PROJECTED:
             k = k.view(*k.shape[:2], self.num_kv_heads, self.head_dim).transpose(1, 2)
         else:
