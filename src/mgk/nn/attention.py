@@ -1,7 +1,7 @@
 """Multi-head attention with mixture keys, called as `torch.nn.MultiheadAttention` is called with `batch_first=True`.
 
-B batch, H query heads, G heads of keys and values, M components, N positions (Nq queries, Nk keys), T rows of a packed
-batch, E width of the model, D width of a head.
+B batch, H query heads, G heads of keys and values, M components, Nq queries, Nk keys, T rows of a packed batch, E width
+of the model, D width of a head.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class MixtureAttention(nn.Module):
         embed_dim: E, the width of queries and outputs.
         num_heads: H.
         variant: one of the table above.
-        num_kv_heads: G, the number of heads of keys and values, which divides H: query head h reads head h // (H/G).
-            None is H. Shifts, priors and variances belong to query heads.
+        num_kv_heads: G, which divides H: query head h reads keys and values of head h // (H/G). None is H.
         head_dim: D; None is E / H. The inner width is H*D for every E.
         num_components: M, for the mixtures.
         e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior, and the module
@@ -155,12 +154,11 @@ class MixtureAttention(nn.Module):
         self._attention_hooks: OrderedDict[int, AttentionHook] = OrderedDict()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        inner, heads, components = self.num_heads * self.head_dim, self.num_heads, self.num_components
-        value_width = self.num_kv_heads * self.head_dim
-        key_width = value_width * components if variant in PROJECTED else value_width
+        heads, components = self.num_heads, self.num_components
+        inner, width = heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.query_proj = nn.Linear(embed_dim, inner, check.check_flag("bias", bias), **factory)
-        self.key_proj = nn.Linear(self.kdim, key_width, bias, **factory)
-        self.value_proj = nn.Linear(self.vdim, value_width, bias, **factory)
+        self.key_proj = nn.Linear(self.kdim, width * (components if variant in PROJECTED else 1), bias, **factory)
+        self.value_proj = nn.Linear(self.vdim, width, bias, **factory)
         self.out_proj = nn.Linear(inner, embed_dim, bias, **factory)
         self.qk_norm = check.check_flag("qk_norm", qk_norm)
         head_norm: Any = RMSNorm if qk_norm else nn.Identity
@@ -324,9 +322,8 @@ class MixtureAttention(nn.Module):
         return output, weights
 
     def extra_repr(self) -> str:
-        text = f"variant={self.variant}, num_heads={self.num_heads}, head_dim={self.head_dim}"
-        if self.num_kv_heads != self.num_heads:
-            text += f", num_kv_heads={self.num_kv_heads}"
+        text = f"variant={self.variant}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+        text += f"head_dim={self.head_dim}"
         if self.variant in MIXTURES:
             text += f", num_components={self.num_components}, e_step={self.e_step}, prior={self.prior_kind}"
         return text + f", causal={self.causal}, dropout={self.dropout}"
