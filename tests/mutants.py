@@ -36,20 +36,20 @@ MUTANTS = (
     # The M-steps on a CPU
     Mutant(
         "src/mgk/ops/blockwise/statistics.py",
-        "gamma.tril(rows.start + block.offset - span.start)",
-        "gamma.tril(rows.start + block.offset)",
+        "diagonal = rows.start + reach.offset - at.start",
+        "diagonal = rows.start + reach.offset",
         "tests/ops/test_blocks.py",
     ),
     Mutant(
         "src/mgk/ops/blockwise/statistics.py",
-        "gamma.tril(rows.start + block.offset - span.start)",
-        "gamma.tril(block.offset - span.start)",
+        "diagonal = rows.start + reach.offset - at.start",
+        "diagonal = reach.offset - at.start",
         "tests/ops/test_blocks.py",
     ),
     Mutant(
         "src/mgk/ops/blockwise/statistics.py",
-        "gamma.tril(rows.start + block.offset - span.start)",
-        "gamma.tril(rows.start - span.start)",
+        "diagonal = rows.start + reach.offset - at.start",
+        "diagonal = rows.start - at.start",
         "tests/ops/test_blocks.py",
     ),
     Mutant(
@@ -60,15 +60,15 @@ MUTANTS = (
     ),
     Mutant(
         "src/mgk/ops/blockwise/statistics.py",
-        "count = (later[:, first.clamp(0, num_queries)] * used).sum(0)",
-        "count = later[:, first.clamp(0, num_queries)].sum(0)",
+        "return (seen * used).sum(0)",
+        "return seen.sum(0)",
         "tests/ops/test_m_step.py -k blockwise",
     ),
     # Attention on a CPU
     Mutant(
         "src/mgk/ops/blockwise/attend.py",
-        "return grad, offset + total.log(), LOWEST_BACKWARD[grad.dtype]",
-        "return grad, offset + total.log(), LOWEST[grad.dtype]",
+        "return RowGradients(offset + total.log(), None, LOWEST_BACKWARD[offset.dtype])",
+        "return RowGradients(offset + total.log(), None, LOWEST[offset.dtype])",
         "tests/ops/test_blocks.py",
     ),
     # The module
@@ -200,40 +200,45 @@ MUTANTS = (
     ),
     Mutant(
         "src/mgk/train/checkpoint.py",
-        "if not complete(folder):",
-        "if not folder.exists():",
-        "tests/train/test_checkpoint.py",
+        "FOLDER.fullmatch(path.name) for path",
+        "FOLDER.match(path.name.removeprefix('.')) for path",
+        "tests/train/test_kill.py tests/train/test_checkpoint.py",
     ),
     Mutant(
         "src/mgk/files.py",
-        "            flush(file)\n        flush(temporary)",
-        "            pass\n        flush(temporary)",
-        "tests/train/test_checkpoint.py tests/test_files.py",
+        "        flush(file)\n    flush(temporary)",
+        "        pass\n    flush(temporary)",
+        "tests/train/test_run.py tests/test_files.py",
     ),
     Mutant(
         "src/mgk/files.py",
         "            os.fsync(file.fileno())\n        os.replace",
         "        os.replace",
-        "tests/train/test_checkpoint.py tests/test_files.py",
+        "tests/train/test_run.py tests/test_files.py",
     ),
     Mutant(
         "src/mgk/train/engine.py",
         'self.valid["accuracy"] if "accuracy" in self.valid else -self.valid["loss"]',
         '-self.valid["loss"]',
-        "tests/train/test_engine.py",
+        "tests/train/test_run.py tests/train/test_watch.py",
     ),
-    Mutant("src/mgk/train/engine.py", "if value > self.best:", "if value >= self.best:", "tests/train/test_engine.py"),
     Mutant(
         "src/mgk/train/engine.py",
-        "        if logs or stopping:\n            check_finite",
+        "if not value > self.best:",
+        "if not value >= self.best:",
+        "tests/train/test_run.py tests/train/test_watch.py",
+    ),
+    Mutant(
+        "src/mgk/train/engine.py",
+        "        if logs or saves:\n            check_finite",
         "        if logs:\n            check_finite",
-        "tests/train/test_engine.py",
+        "tests/train/test_run.py tests/train/test_watch.py",
     ),
     Mutant(
         "src/mgk/train/learner.py",
         "{self.config.seed} {step} {self.fabric.global_rank}",
         "{self.config.seed} {step}",
-        "tests/train/test_distributed.py tests/train/test_engine.py",
+        "tests/train/test_watch.py",
     ),
 )
 

@@ -34,6 +34,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "em": {"attention": "smgk", "prior": "em", "means": "em", "recompute": True},
     "em by position": {"attention": "mgk", "prior": "em", "prior_positions": 16},
     "adaptive": {"attention": "smgk", "cutoffs": (10, 20)},
+    "grouped": {"attention": "smgk", "num_kv_heads": 2},
+    "modern": {
+        "attention": "smgk",
+        "positions": "rotary",
+        "norm": "pre",
+        "norm_type": "rms",
+        "activation": "swiglu",
+        "qk_norm": True,
+        "mlp_bias": False,
+        "vocabulary_multiple": 8,
+        "output_bias": False,
+        "tie_word_embeddings": False,
+    },
 }
 
 

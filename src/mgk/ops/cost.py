@@ -22,7 +22,8 @@ from mgk.variants import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, PRIORS, PROJE
 class Dimensions:
     """The sizes of one attention call, or of its layer.
 
-    `value_dim` is `head_dim` by default, `kv_heads` (heads of keys and values) is `heads`, `embed_dim` heads * head_dim, and `features` the width of the feature map.
+    `value_dim` is `head_dim` by default, `kv_heads` (of keys and values) `heads`, `embed_dim` heads * head_dim, and
+    `features` the width of the feature map.
     `components` and `e_step` apply to the mixtures, `feature_map` and `features` to the linear family.
     """
 

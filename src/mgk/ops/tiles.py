@@ -108,7 +108,9 @@ def shared_bytes(kind: str, tile: Tile, shape: Shape) -> int:
     size, (_, operands, loaded) = 4 if shape.single else 2, numbers(kind, shape)
     # Asynchronous products read tiles while others are loaded.
     ahead = tile.stages if shape.capability in (HOPPER, (10, 0)) else max(1, tile.stages - 1)
-    copied, blocks = inner * shape.width // (2 if shape.width > 128 else 8), 3
+    copied, blocks = 0, 2
+    if shape.width > 128 or shape.factors * shape.keys > 2:
+        copied, blocks = inner * shape.width // (2 if shape.width > 128 else 8), 3
     if size == 4:  # to be transposed
         copied, blocks = (2 * inner * shape.width, 1) if shape.keys == 1 else (inner * shape.width, 2)
         copied *= shape.keys if kind == "key" and shape.keys > 1 else 1
