@@ -11,6 +11,7 @@ import io
 import json
 import posixpath
 import re
+import textwrap
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def commands() -> str:
         with redirect_stdout(out), suppress(SystemExit):
             action = cli.parse([*filter(None, [name]), "--help"])
             action()
-        parts.append(f"## mgk {name}".rstrip() + f"\n\n```text\n{out.getvalue().strip()}\n```")
+        lines = (textwrap.fill(line, 90) if len(line) > 90 else line for line in out.getvalue().strip().splitlines())
+        parts.append(f"## mgk {name}".rstrip() + "\n\n```text\n" + "\n".join(lines) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 
