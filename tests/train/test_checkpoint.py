@@ -40,6 +40,15 @@ def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "last").step == 5
 
 
+def test_readers_see_no_checkpoint_that_is_being_written_or_removed(tmp_path: Path) -> None:
+    """Somebody may evaluate a run while it is trained, or after it was killed."""
+    checkpoint.save(tmp_path, example(4), best=True)
+    for name in (".step-00000009.partial", ".step-00000007.old", "step-00000008.partial", "step-9"):
+        shutil.copytree(checkpoint.folder_of(tmp_path, 4), tmp_path / "checkpoints" / name)
+    assert checkpoint.steps(tmp_path) == [4]
+    assert checkpoint.find(tmp_path) == checkpoint.find(tmp_path, "best") == checkpoint.folder_of(tmp_path, 4)
+
+
 @pytest.mark.parametrize("most", [0, 400])  # in the weights, in the state
 def test_a_full_disk_is_one_line_and_loses_nothing(most: int, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, example(1), best=True)
