@@ -186,13 +186,16 @@ def exponentials(d: Dimensions) -> int:
 
 
 def cache_bytes(d: Dimensions, bytes_per_number: int) -> int:
-    """Bytes of the decode cache after `keys` positions: keys and values, or F x (Dv + 2) numbers for any length."""
+    """Bytes of the decode cache after `keys` positions: keys and values, or F x (Dv + 2) numbers for any length.
+
+    Grouped queries store the keys and values of `kv_heads` heads. The sums of the linear family are per query head.
+    """
     check_count("bytes_per_number", bytes_per_number)
     if d.variant in LINEAR:
-        numbers = d.F * (d.Dv + 2)
+        numbers = d.heads * d.F * (d.Dv + 2)
     else:
-        numbers = d.keys * (d.head_dim * (d.M if d.variant == "mgk" else 1) + d.Dv)
-    return d.batch * d.heads * numbers * bytes_per_number
+        numbers = d.G * d.keys * (d.head_dim * (d.M if d.variant == "mgk" else 1) + d.Dv)
+    return d.batch * numbers * bytes_per_number
 
 
 def parameters(
