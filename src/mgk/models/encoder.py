@@ -29,7 +29,7 @@ EMBEDDING_STD = 0.02
 def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: int = 0) -> Stack:
     """Return the layers of a configuration."""
     layers = []
-    for _ in range(config.layers):
+    for window in config.windows:
         attention = MixtureAttention(
             config.width,
             config.heads,
@@ -40,6 +40,7 @@ def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: i
             e_step=config.e_step,
             prior=config.prior,
             causal=causal,
+            window=window,
             dropout=config.weight_dropout,
             bias=config.attention_bias,
             feature_map=config.feature_map,
