@@ -174,7 +174,7 @@ def _comparison_table(found: dict[str, Any]) -> Table:
     rows = [
         [
             row["attention"],
-            f"{row['mean']:.2f}" + (f" ± {row['interval']:.2f}" if len(row["scores"]) > 1 else ""),
+            _score(row["mean"]) + (f" ± {_score(row['interval'])}" if len(row["scores"]) > 1 else ""),
             str(len(row["scores"])),
             f"{row['parameters']:,}",
             f"{row['flops'] / 1e9:.3g}",
@@ -184,6 +184,11 @@ def _comparison_table(found: dict[str, Any]) -> Table:
         for row in found["rows"]
     ]
     return Table(header, rows, "Results")
+
+
+def _score(value: float | None) -> str:
+    """Show a score; None stands for one that is not finite."""
+    return "∞" if value is None else f"{value:.2f}"
 
 
 def _named(runs: Sequence[Run]) -> dict[str, Run]:
