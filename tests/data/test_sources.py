@@ -165,14 +165,15 @@ def test_aan_as_lra_has_it(raw: Path, root: Path) -> None:
     assert (len(part), len(part.documents)) == (1, 2)
 
 
-def test_aan_rebuilt_splits_by_paper(raw: Path, root: Path) -> None:
+@pytest.mark.parametrize(("task", "header"), [("aan-rebuilt", "citing\tcited\n"), ("elife", "")])
+def test_rebuilt_pairs_are_split_by_paper(raw: Path, root: Path, task: str, header: str) -> None:
     """No paper is in two splits; label 1 are citations, label 0 pairs that do not cite each other, as many."""
     random = np.random.default_rng(0)
     papers = [f"P{i}" for i in range(60)]
     citations = sorted({(papers[a], papers[b]) for a, b in random.integers(0, 60, (400, 2)) if a != b})
     write_jsonl(raw / "papers.jsonl.xz", [{"id": paper, "text": f"text of {paper}"} for paper in papers])
-    (raw / "citations.tsv").write_text("citing\tcited\n" + "".join(f"{a}\t{b}\n" for a, b in citations))
-    prepared = prepare("aan-rebuilt", raw, root)
+    (raw / "citations.tsv").write_text(header + "".join(f"{a}\t{b}\n" for a, b in citations))
+    prepared = prepare(task, raw, root)
     seen: dict[str, set[str]] = {}
     for name in prepared.splits:
         split = prepared.split(name)

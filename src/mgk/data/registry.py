@@ -89,6 +89,13 @@ SETS = {
             ("aan-rebuilt", "aan"),
         ),
         Description(
+            "elife",
+            "Pairs of eLife articles as bytes, 2 classes; from articles and citations, no article in two splits",
+            "put papers.jsonl (id, text) and citations.tsv (citing, cited) in one folder",
+            text.build_elife,
+            ("elife",),
+        ),
+        Description(
             "wikitext-103",
             "WikiText-103: words of good Wikipedia articles, vocabulary 267,735",
             _WIKITEXT.format("wikitext-103-v1.zip"),
