@@ -20,7 +20,7 @@ def test_records_and_results_are_migrated_once(tmp_path: Path) -> None:
     other.write_text(json.dumps({"rows": [{"road": "static", "milliseconds": 3.5}], "command": "mgk compare"}))
     assert migrate(results) == 2
     (found,) = records.read_all(results)
-    assert found.values == json.loads(json.dumps(record.values | {"command": records.command(record.cell)}))
+    assert found.values == json.loads(json.dumps(record.values | {"command": record.cell.command}))
     assert json.loads(other.read_text()) == {
         "rows": [{"mode": "static", "milliseconds": 3.5}],
         "command": "mgk compare",

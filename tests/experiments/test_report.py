@@ -139,7 +139,7 @@ def test_tyro_rich_and_matplotlib_are_not_needed(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "for name in ('tyro', 'rich', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
-        "import experiments.reproduce.runner, experiments.reproduce.inside, experiments.reproduce.pack\n"
+        "import experiments.cells.runner, experiments.cells.inside, experiments.reproduce.pack\n"
         "from experiments.reproduce.main import main\n"
         "raise SystemExit(main(['figures', '--results', sys.argv[1], '--out', sys.argv[2]]))\n"
     )

@@ -293,10 +293,68 @@ def test_finding_tokens(show: Show, two: Any) -> None:
     assert "show=0.0.1" in address(tab)
 
 
+def scrolled(tab: Any) -> int:
+    return int(tab.evaluate("scrollY"))
+
+
+def wait_until(tab: Any, condition: str) -> None:
+    """Wait for an expression in JavaScript to be true, at most 300 frames.
+
+    Playwright's own `wait_for_function` needs `eval`, which the policy of the page forbids.
+    """
+    tab.evaluate(
+        f"""() => new Promise((done, failed) => {{
+            let frames = 0;
+            const look = () => {{
+                if ({condition}) done();
+                else if (++frames > 300) failed(new Error(`still false at ${{location.hash}}, ${{scrollY}}`));
+                else requestAnimationFrame(look);
+            }};
+            look();
+        }})"""
+    )
+
+
+def test_the_wheel_scrolls_the_page(show: Show, two: Any) -> None:
+    """Over a map too, unless Ctrl is held or the map is zoomed; zoomed out again, the page scrolls as before."""
+    tab = show(two, height=500)
+    point(tab, 12, 12, SIZE)
+    before = scrolled(tab)
+    tab.mouse.wheel(0, 60)
+    wait_until(tab, f"scrollY > {before}")
+    assert "zoom" not in address(tab)
+    point(tab, 12, 12, SIZE)
+    before = scrolled(tab)
+    tab.keyboard.down("Control")
+    tab.mouse.wheel(0, -120)
+    tab.wait_for_url("**zoom=**")
+    tab.keyboard.up("Control")
+    closer = address(tab)
+    tab.mouse.wheel(0, -120)
+    wait_until(tab, f"location.hash !== '{closer}'")
+    tab.mouse.wheel(0, 120)
+    wait_until(tab, f"location.hash === '{closer}'")
+    tab.mouse.wheel(0, 120)
+    wait_until(tab, "!location.hash.includes('zoom')")  # despite rounding, the whole map
+    assert scrolled(tab) == before
+    tab.mouse.wheel(0, 120)
+    wait_until(tab, f"scrollY > {before}")
+    tab.mouse.move(2, 2)  # beside the zoomed map
+    settle(tab)
+    tab.keyboard.press("+")
+    closer = address(tab)
+    before = scrolled(tab)
+    tab.mouse.wheel(0, 60)
+    wait_until(tab, f"scrollY > {before}")
+    assert address(tab) == closer
+
+
 def test_wheel_and_drag_move_the_window(show: Show, two: Any) -> None:
     tab = show(two)
     point(tab, 12, 12, SIZE)
+    tab.keyboard.down("Control")
     tab.mouse.wheel(0, -300)
+    tab.keyboard.up("Control")
     tab.wait_for_url("**zoom=**")
     before = address(tab)
     tab.mouse.down()

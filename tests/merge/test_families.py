@@ -16,6 +16,7 @@ from transformers.models.modernbert import modeling_modernbert
 from transformers.models.olmo2 import modeling_olmo2
 
 from mgk.merge import merge_heads
+from mgk.merge.attention import warn_dense_weights
 from mgk.merge.families import FAMILIES
 from mgk.merge.layers import layers_of
 from tests.hf.common import same_weights
@@ -116,3 +117,20 @@ def test_a_merged_model_generates_with_its_cache(name: str) -> None:
     assert torch.equal(small.generate(**batch, **options), expected)
     alone = {n: x[:1, 4:] for n, x in batch.items()}  # without its padding
     assert torch.equal(small.generate(**alone, **options)[0, 8:], expected[0, 12:])
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma2"])  # its eager function is replaced above
+def test_attention_weights_of_equal_heads_are_those_of_transformers(name: str) -> None:
+    model, batch = family_model(name)
+    twin(model)
+    small, _ = merge_heads(model, [batch])
+    model.set_attn_implementation("eager")  # the only one that returns weights; NaN for padding in float64
+    batch = {n: x[1:] for n, x in batch.items()}
+    warn_dense_weights.cache_clear()
+    with torch.no_grad(), pytest.warns(UserWarning, match="stores the weights of all pairs"):
+        wanted, found = (
+            getattr(each(**batch, output_attentions=True), "encoder_attentions" if name == "whisper" else "attentions")
+            for each in (model, small)
+        )
+    for one, two in zip(wanted, found, strict=True):  # (B,H,N,N)
+        torch.testing.assert_close(two, one[:, : two.shape[1]], rtol=0, atol=2e-7)  # a softmax in float32

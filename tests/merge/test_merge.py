@@ -30,7 +30,7 @@ OWN: dict[str, dict[str, Any]] = {
     "rotary": {"positions": "rotary", "norm": "pre", "cutoffs": ()},
     "modern": MODERN | {"qk_norm": False},
     "grouped": {"positions": "rotary", "norm": "pre", "cutoffs": (), "num_kv_heads": 2},
-    "multi-query": {"cutoffs": (), "num_kv_heads": 1},
+    "multi-query": {"cutoffs": (), "num_kv_heads": 1, "window": 4},
     "classifier": {},
     "vision": {},
 }

@@ -44,6 +44,8 @@ def prepare(name: str, **options: Any) -> None:
 def parse_prepare(name: str, program: str, words: list[str]) -> Action:
     """Parse the options of one data set, which its description lists with their defaults."""
     described = mgk.data.describe(name)
+    if words and not words[0].startswith("-"):  # mgk data prepare text FILE
+        words = ["--source", *words]
 
     def type_of(value: object) -> Any:
         if isinstance(value, tuple):

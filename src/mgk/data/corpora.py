@@ -1,4 +1,4 @@
-"""Texts for language models: WikiText and plain articles at word level, enwik8 at byte level, or with a trained BPE."""
+"""Texts for language models: WikiText and plain articles as words, enwik8 and your own files as bytes or with BPE."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mgk.data.splits import Array, Stream
 from mgk.data.store import Built, DataError
 
 END, UNKNOWN = "<eos>", "<unk>"
+LEAST_TEXT = 10_000  # bytes of your own text: its dev and test splits are a twentieth each
 PIECE = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")  # a word, with its apostrophes, or one symbol
 
 Lines = Iterator[list[str]]
@@ -106,17 +107,47 @@ def build_enwik8(source: Source, *, bpe: int = 0) -> Built:
     """
     with source.open(source.require("enwik8")) as file:
         content = file.read()
-    cut = len(content) // 20
-    if cut == 0:
+    if len(content) < 20:
         raise DataError(f"enwik8: expected at least 20 bytes, got {len(content)}; {source.advice}")
+    return bytes_or_bpe(source.name, content, bpe)
+
+
+def build_text(source: Source, *, title: str = "", bpe: int = 0) -> Built:
+    """Use the bytes of your own text as tokens, or with `bpe` a tokenizer of this size that is trained on it.
+
+    The source is a file, or a folder whose *.txt files are joined in the order of their names. The last twentieth is
+    the test set, the one before it the dev set. `title` tells several texts apart.
+    """
+    given = source.given
+    paths = [given] if given is not None and given.is_file() else sorted(given.rglob("*.txt")) if given else []
+    if given is None or not paths:
+        source.missing("*.txt")
+    parts = []
+    for path in paths:
+        with source.open(path) as file:
+            parts.append(file.read())
+    content = b"\n".join(parts)
+    if len(content) < LEAST_TEXT:
+        raise DataError(f"text: expected at least {LEAST_TEXT:,} bytes of text in {given}, got {len(content):,}")
     if bpe:
-        ends = [content.rfind(b"\n", 0, len(content) - count * cut) + 1 for count in (2, 1, 0)]
-        starts = [0, *ends[:2]]
-        parts = {
-            name: [content[start:end].decode()]
-            for name, start, end in zip(("train", "dev", "test"), starts, ends, strict=True)
-        }
-        return bpe_level(source.name, parts, bpe)
-    tokens = np.frombuffer(content, np.uint8)
-    splits = {"train": tokens[: -2 * cut], "dev": tokens[-2 * cut : -cut], "test": tokens[-cut:]}
-    return Built({name: Stream(part) for name, part in splits.items()}, {"vocabulary": 256, "level": "bytes"})
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"text: {given}: expected UTF-8, got byte {error.start} of another kind") from None
+    return bytes_or_bpe(source.name, content, bpe)
+
+
+def bytes_or_bpe(name: str, content: bytes, bpe: int) -> Built:
+    """Split a text 90/5/5 and encode it, as bytes or, from whole line to whole line, with a trained tokenizer."""
+    cut = len(content) // 20
+    if not bpe:
+        tokens = np.frombuffer(content, np.uint8)
+        splits = {"train": tokens[: -2 * cut], "dev": tokens[-2 * cut : -cut], "test": tokens[-cut:]}
+        return Built({split: Stream(part) for split, part in splits.items()}, {"vocabulary": 256, "level": "bytes"})
+    ends = [content.rfind(b"\n", 0, len(content) - count * cut) + 1 for count in (2, 1, 0)]
+    starts = [0, *ends[:2]]
+    parts = {
+        split: [content[start:end].decode()]
+        for split, start, end in zip(("train", "dev", "test"), starts, ends, strict=True)
+    }
+    return bpe_level(name, parts, bpe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,10 @@ class Description:
 
     def command(self, options: dict[str, Any], source: str = "") -> str:
         """Return the command line that prepares the set."""
-        values = {name: " ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in options.items()}
+        values = {
+            name: shlex.join(map(str, value if isinstance(value, tuple) else (value,)))
+            for name, value in options.items()
+        }
         given = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
         return " ".join(["mgk data prepare", self.name, *given, *([source] if source else [])])
 
@@ -85,6 +89,13 @@ SETS = {
             ("aan-rebuilt", "aan"),
         ),
         Description(
+            "elife",
+            "Pairs of eLife articles as bytes, 2 classes; from articles and citations, no article in two splits",
+            "put papers.jsonl (id, text) and citations.tsv (citing, cited) in one folder",
+            text.build_elife,
+            ("elife",),
+        ),
+        Description(
             "wikitext-103",
             "WikiText-103: words of good Wikipedia articles, vocabulary 267,735",
             _WIKITEXT.format("wikitext-103-v1.zip"),
@@ -111,6 +122,12 @@ SETS = {
             "get enwik8.zip from mattmahoney.net/dc",
             corpora.build_enwik8,
             ("enwik8",),
+        ),
+        Description(
+            "text",
+            "Your own text: a file, or a folder of *.txt files, as bytes or with --bpe, 90/5/5",
+            "name a plain text file or a folder of *.txt files, of 10,000 bytes or more",
+            corpora.build_text,
         ),
         Description(
             "fashion-mnist",
@@ -262,7 +279,7 @@ def _chosen(name: str, options: dict[str, Any]) -> dict[str, Any]:
             raise DataError(
                 f"{option}: expected {type(default).__name__} such as {default!r}, got {describe_value(value)}"
             )
-        if min(value if isinstance(value, tuple) else (value or 0,)) < 0:
+        if not isinstance(value, str) and min(value if isinstance(value, tuple) else (value or 0,)) < 0:
             raise DataError(f"{option}: expected at least 0, got {value}")
         if value != default:
             chosen[option] = value

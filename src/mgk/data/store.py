@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mgk.data.splits import KINDS, AnySplit, Sequences, join
-from mgk.files import beside, checksum, holder, new_folder, tidy, write_text
+from mgk.files import beside, checksum, holder, new_folder, seal, tidy, write_text
 from mgk.files import locked as file_lock
 
 FORMAT = 2
@@ -142,7 +142,7 @@ def _manifest(path: Path, again: str) -> dict[str, Any]:
         raise DataError(f"{path} is damaged ({type(error).__name__}); {again}") from None
     if written not in READABLE:
         raise DataError(f"{path.parent} has format {written}, this version of mgk reads {FORMAT}; {again}")
-    if written > 1 and manifest.get("sha256") != _seal(manifest):
+    if written > 1 and manifest.get("sha256") != seal(manifest):
         raise DataError(f"{path} is damaged: its own checksum differs; {again}")
     types = {"name": str, "version": int, "kind": str, "splits": dict, "facts": dict, "files": dict}
     wrong = [name for name, type_ in types.items() if not isinstance(manifest.get(name), type_)]
@@ -152,12 +152,6 @@ def _manifest(path: Path, again: str) -> dict[str, Any]:
         if not PLAIN.fullmatch(name) or not isinstance(facts, dict) or not {"bytes", "sha256"} <= facts.keys():
             raise DataError(f"{path} is damaged: expected files of this folder with sizes, got {name!r}; {again}")
     return manifest  # type: ignore[no-any-return]
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    """Return the checksum of a manifest without its own."""
-    content = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 _read_before: set[tuple[Any, ...]] = set()
@@ -213,7 +207,7 @@ def write(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
                 "files": files,
             }
             content = json.loads(json.dumps(content))  # what a reader finds: lists instead of tuples
-            write_text(unfinished / MANIFEST, json.dumps(content | {"sha256": _seal(content)}, indent=2))
+            write_text(unfinished / MANIFEST, json.dumps(content | {"sha256": seal(content)}, indent=2))
     except OSError as error:
         raise _unwritable(folder, error) from None
 

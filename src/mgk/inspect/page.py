@@ -278,6 +278,7 @@ def _stored(head: Head, log_total: Tensor, blocks: Blocks) -> dict[str, Any]:
         "log": head.link == "log",
         "hard": head.hard,
         "causal": head.is_causal,
+        "window": head.window,
     }
 
 

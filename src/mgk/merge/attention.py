@@ -6,15 +6,18 @@ B batch, H query heads, Hk value heads, M components, Nq queries, Nk keys, D wid
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, flash_attention_mask
+from transformers.utils import output_capturing
 
-from mgk.ops.api import mgk_attention
+from mgk.ops.api import attention_weights, mgk_attention
 from mgk.ops.common import compute_dtype
 from mgk.ops.partial import merge_attention
 
@@ -41,11 +44,12 @@ def mixture_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     **others: Any,
-) -> tuple[Float[Tensor, "b nq h d"], None]:
+) -> tuple[Float[Tensor, "b nq h d"], Float[Tensor, "b h nq nk"] | None]:
     """Attention with A[i,j] ~ sum_r prior_r exp(q_i.k_jr scaling), called by a Transformers layer after projecting.
 
     It is MGK with s2 = 1 / scaling and a prior that cancels the Gaussian's -|k|^2 / 2 s2 (Eqns 5 and 6). Such a prior
-    depends on the sample, so the batch is folded into the heads.
+    depends on the sample, so the batch is folded into the heads. With `output_attentions` A is returned, too, which
+    needs Nq x Nk memory.
     """
     batch, heads, count, width = query.shape
     scaling = width**-0.5 if scaling is None else scaling
@@ -63,14 +67,25 @@ def mixture_attention(
     if attention_mask is not None:
         prior = prior.masked_fill(~attention_mask[:, None, None].bool(), -math.inf)
     query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
-    options: dict[str, Any] = {"variance": 1 / scaling, "dropout_p": dropout}
-    if not is_causal and sliding_window is not None and sliding_window <= key.shape[-2]:
-        output = _local(query, key, value, prior.flatten(0, 1), sliding_window, options)
+    prior = prior.flatten(0, 1)
+    seen: dict[str, Any] = {"variance": 1 / scaling}
+    if is_causal and count > 1:  # a single query is the last one: its window is in the mask
+        seen |= {"is_causal": True, "window": sliding_window}
+    local = not is_causal and sliding_window is not None and sliding_window <= key.shape[-2]
+    window = sliding_window if local else None
+    if window is None:
+        output = mgk_attention(query, key, value, prior, dropout_p=dropout, **seen)
     else:
-        if is_causal and count > 1:  # a single query is the last one: its window is in the mask
-            options |= {"is_causal": True, "window": sliding_window}
-        output = mgk_attention(query, key, value, prior.flatten(0, 1), **options)
-    return output[0].unflatten(0, (batch, heads)).transpose(1, 2), None
+        output = _local(query, key, value, prior, window, {"dropout_p": dropout, **seen})
+    weights = None
+    if others.get("output_attentions") or collected_weights() is not None:
+        warn_dense_weights()
+        weights = attention_weights(query, key, prior, **seen)[0].unflatten(0, (batch, heads))
+        if window is not None:
+            near = torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device)
+            weights = weights.masked_fill(~near.tril(window - 1).triu(1 - window), 0)
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    return output[0].unflatten(0, (batch, heads)).transpose(1, 2), weights
 
 
 def _local(
@@ -87,6 +102,24 @@ def _local(
     after = mgk_attention(query, later, values, prior[..., 1:].flip(-1), window=window - 1, **one)
     output, _ = merge_attention(before, (after[0].flip(-2), after[1].flip(-1)))
     return output
+
+
+def collected_weights() -> list[Tensor] | None:
+    """Return the list in which Transformers collects attention weights, or None if it was not asked for them.
+
+    Some layers do not pass `output_attentions` on.
+    """
+    collector = getattr(output_capturing, "_active_collector", None)
+    return None if collector is None else (collector.get() or {}).get("attentions")
+
+
+@cache
+def warn_dense_weights() -> None:
+    """Say once what attention weights cost."""
+    warnings.warn(
+        "output_attentions=True stores the weights of all pairs of positions of every layer, (B,H,Nq,Nk); use it to "
+        "look at short texts", stacklevel=2,
+    )  # fmt: skip
 
 
 def key_mask(
@@ -197,7 +230,7 @@ class SplitAttention(nn.Module):
         past_key_values: Any = None,
         layer_past: Any = None,
         **others: Any,
-    ) -> tuple[Float[Tensor, "b n e"], None]:
+    ) -> tuple[Float[Tensor, "b n e"], Tensor | None]:
         """Attend; the arguments are those of the families' own attention."""
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -208,8 +241,10 @@ class SplitAttention(nn.Module):
         cache = layer_past if past_key_values is None else past_key_values
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        output, _ = mixture_attention(
+        output, weights = mixture_attention(
             self, query, key, value, attention_mask, scaling=self.scaling, sliding_window=self.sliding_window,
             dropout=self.attention_dropout if self.training else 0.0,
         )  # fmt: skip
-        return self.out_drop(self.o_proj(output.flatten(2))), None
+        if weights is not None and (collected := collected_weights()) is not None:
+            collected.append(weights)  # Transformers collects the weights of the family's own attention
+        return self.out_drop(self.o_proj(output.flatten(2))), weights

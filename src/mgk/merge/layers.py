@@ -90,6 +90,7 @@ class OwnLayer(Layer):
     def __init__(self, module: MixtureAttention) -> None:
         self.module, self.head_dim, self.causal = module, module.head_dim, module.causal
         self.scale, self.log_prior = module.head_dim**-0.5, module.log_prior
+        self.window = module.window
 
     def weights(self) -> Weights:
         m = self.module

@@ -13,12 +13,14 @@ import signal
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
+from torch import nn
 
 from mgk.files import read_json
 from mgk.train import checkpoint, data
@@ -69,7 +71,13 @@ class Result:
 
 
 def train(
-    settings: Config, out: str | Path, *, resume: bool = False, data_root: str | Path | None = None, quiet: bool = True
+    settings: Config,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    data_root: str | Path | None = None,
+    quiet: bool = True,
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> Result:
     """Train a model, write the run to the folder `out`, and evaluate the best checkpoint on the test split.
 
@@ -81,16 +89,19 @@ def train(
         resume: continue the run in `out` from its last checkpoint, or start it if there is none.
         data_root: folder of the prepared data sets; None is `mgk.data.root()`, or that of the run that is resumed.
         quiet: show no progress.
+        adapt: changes the new model before it is trained, e.g. loads weights. It must do the same in every call that
+            resumes the run; the configuration does not mention it.
     """
     fabric = launch(settings)
-    result = run_with(fabric, settings, Path(out), resume, data_root, quiet)
+    result = run_with(fabric, settings, Path(out), resume, data_root, quiet, adapt)
     leave()
     return result
 
 
 def run_with(
-    fabric: Fabric, settings: Config, out: Path, resume: bool, data_root: str | Path | None, quiet: bool
-) -> Result:
+    fabric: Fabric, settings: Config, out: Path, resume: bool, data_root: str | Path | None, quiet: bool,
+    adapt: Callable[[nn.Module], None] | None = None,
+) -> Result:  # fmt: skip
     """Do the work of `train` once the processes are connected."""
     reset_peak(fabric)
     with contextlib.ExitStack() as stack:
@@ -101,7 +112,7 @@ def run_with(
             return Result.read(done)
         root = data.root_of(out, data_root)
         source = data.Source(settings, root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")
-        learner = Learner(fabric, settings)
+        learner = Learner(fabric, settings) if adapt is None else Learner(fabric, settings, adapt)
         fabric.barrier()  # every process has read the folder before one writes to it
         facts = {"data": source.facts, "seed": settings.seed, "processes": fabric.world_size}
         run.begin(facts | {"data_root": str(source.prepared.path.parent.resolve())})

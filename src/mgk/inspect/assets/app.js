@@ -134,7 +134,7 @@ for (let r = 1; r <= Math.min(9, mostComponents); r++) KEYS[r] = view(`c${r}`);
 
 const HELP = [
   ["← →", "head"], ["↑ ↓", "layer"], ["t, 1…9, r", "total, one component, responsibility"], ["l", "linear or logarithmic"], ["[ ]", "previous, next token"], ["/", "find a token"],
-  ["x", "attends to, attended to by"], ["+ − 0", "zoom in, zoom out, show all; or wheel, drag and double click"], ["p", "compare two maps, or show one"], ["a", "the other panel"], ["m", "next model"],
+  ["x", "attends to, attended to by"], ["+ − 0", "zoom in, zoom out, show all; or Ctrl and wheel, drag and double click"], ["p", "compare two maps, or show one"], ["a", "the other panel"], ["m", "next model"],
   ["s", "same colour scale in both panels"], ["e, E", "save as PNG, SVG"], ["d", "dark or light"], ["Esc", "clear the token"],
 ];
 const MEANINGS = [

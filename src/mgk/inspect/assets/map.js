@@ -43,6 +43,7 @@ class MapView {
     const look = this.look(), shown = [head.model, head.layer, head.index, ...Object.values(look), this.width, density, this.exact, !!head.pooled];
     const drawn = [...shown, ...state.zoom, head.ready].join();
     this.hairs();
+    this.element.classList.toggle("zoomed", zoomed());
     if (this.drawn === drawn && !this.missing?.length) return;
     this.drawn = drawn;
     if (this.colours !== shown.join()) { this.colours = shown.join(); this.picture = null; }
@@ -115,7 +116,7 @@ class MapView {
       pointers.set(event.pointerId, event);
       const dx = event.clientX - before.clientX, dy = event.clientY - before.clientY;
       if (pointers.size === 2) return this.pinch(event, before);
-      if (event.pointerType !== "mouse") return this.hover(event);
+      if (event.pointerType !== "mouse" && !zoomed()) return this.hover(event); // a finger scrolls the page
       if (Math.abs(dx) + Math.abs(dy) > 0) this.moved = true;
       this.pan(-dx / this.side, -dy / this.side);
     });
@@ -128,7 +129,8 @@ class MapView {
     canvas.addEventListener("pointerleave", () => hover(null));
     canvas.addEventListener("dblclick", () => update({ zoom: [0, 1, 0, 1] }));
     canvas.addEventListener("wheel", (event) => {
-      if (!this.at(event)) return;
+      // The wheel belongs to the page. With Ctrl, or once the map is zoomed, it zooms instead.
+      if (!this.at(event) || !(event.ctrlKey || event.metaKey || zoomed())) return;
       event.preventDefault();
       this.zoom(event, Math.exp(clamp(event.deltaY, -120, 120) * 0.004));
     }, { passive: false });
@@ -160,10 +162,13 @@ class MapView {
   }
 }
 
+const zoomed = () => state.zoom.join() !== DEFAULT.zoom.join();
+
 // Zoom in (factor < 1) or out around a point of the visible part.
 function zoomBy(factor, x = 0.5, y = 0.5) {
   const [top, bottom, left, right] = state.zoom;
   const size = clamp((right - left) * factor, 4 / Math.max(4, headOf(state.panels[state.active]).size), 1);
+  if (size > 0.999) return update({ zoom: DEFAULT.zoom }); // despite rounding, the wheel scrolls the page again
   const start = (from, to, at) => clamp(from + at * (to - from) - at * size, 0, 1 - size);
   const t = start(top, bottom, y), l = start(left, right, x);
   update({ zoom: [t, t + size, l, l + size] });

@@ -67,7 +67,7 @@ function writeAddress() {
   for (const flag of ["log", "same"]) if (state[flag]) parts.push(`${flag}=1`);
   if (state.token !== null) parts.push(`token=${state.token}`);
   if (state.from !== "out") parts.push(`from=${state.from}`);
-  if (state.zoom.join() !== "0,1,0,1") parts.push(`zoom=${state.zoom.map((x) => +x.toFixed(5)).join("_")}`);
+  if (zoomed()) parts.push(`zoom=${state.zoom.map((x) => +x.toFixed(5)).join("_")}`);
   if (state.theme) parts.push(`theme=${state.theme}`);
   try { history.replaceState(null, "", `#${parts.join("&")}`); } catch { /* a frame in a notebook has no address */ }
 }
