@@ -260,7 +260,7 @@ class Cell:
         return f"python -m experiments.reproduce all --cells {self.name} --results again/cells --runs again/runs"
 
     @property
-    def pretraining(self) -> Config | None:
+    def pretraining(self) -> tuple[Config, Adapt] | None:
         return None
 
     @property
