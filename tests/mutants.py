@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         "src/mgk/nn/attention.py",
-        "log_prior = log_prior[..., : key.shape[-2]]",
+        "log_prior = log_prior[..., last - key.shape[-2] : last]",
         "log_prior = log_prior[..., -key.shape[-2] :]",
         "tests/nn/test_attention.py tests/nn/test_cache.py -k positions",
     ),
@@ -90,6 +90,19 @@ MUTANTS = (
         "(not by_position and api.takes_rows(",
         "(api.takes_rows(",
         "tests/nn/test_em_state.py",
+    ),
+    # A window's cache
+    Mutant(
+        "src/mgk/nn/cache.py",
+        "before, new = min(self.length, self.window - 1)",
+        "before, new = min(self.length, self.window)",
+        "tests/nn/test_window.py",
+    ),
+    Mutant(
+        "src/mgk/hf/static.py",
+        "> self.place - window)",
+        "> self.place - window - 1)",
+        "tests/hf/test_generate.py -k window",
     ),
     # The cache of generation
     Mutant("src/mgk/hf/cache.py", "self.inner.reorder(beam_idx)", "beam_idx", "tests/hf/test_cache.py"),

@@ -309,7 +309,7 @@ def test_two_texts_have_two_titles_and_a_tokenizer(raw: Path, root: Path) -> Non
     ("content", "options", "says"),
     [
         (b"short", {}, r"text: expected at least 10,000 bytes of text in .*mine.txt, got 5"),
-        (b"\xff" * 20_000, {"bpe": 300}, "mine.txt: expected UTF-8, got byte 0 of another kind"),
+        (b"\xff\n" * 10_000, {"bpe": 300}, "mine.txt: expected UTF-8 with --bpe, got bytes that are not"),
     ],
 )
 def test_what_is_no_text_is_told_in_one_line(

@@ -11,13 +11,18 @@ import lzma
 import os
 import re
 import tarfile
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from mgk.data.store import DataError
+import numpy as np
+
+from mgk.data.splits import BLOCK, Array
+from mgk.data.store import DataError, unwritable
 from mgk.files import checksum
 
 COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zip")
@@ -40,7 +45,7 @@ class Source:
     """
 
     def __init__(self, name: str, given: Path | None, root: Path, folders: tuple[str, ...], advice: str) -> None:
-        self.name, self.given, self.advice = name, given, advice
+        self.name, self.given, self.root, self.advice = name, given, root, advice
         self.hub = given == Path("hub") and not given.exists()
         if given is not None and not self.hub and not given.exists():
             raise DataError(f"source: {given} does not exist; {advice}")
@@ -50,6 +55,7 @@ class Source:
         self.places = [place for start in starts for place in (*(start / f for f in folders), start) if place.exists()]
         self.searched = ", ".join(map(str, starts))
         self.used: dict[str, dict[str, Any]] = {}
+        self.opened: set[Path] = set()
 
     def find(self, *patterns: str, folder: bool = False) -> Path | None:
         """Return the first file (or folder) that matches a pattern, also with the suffix of a compressed file."""
@@ -73,7 +79,9 @@ class Source:
 
     def open(self, path: Path) -> IO[bytes]:
         """Open a file, decompressed, and record its checksum for the manifest."""
-        self.used[path.name] = checksum(path)
+        if path not in self.opened:
+            self.opened.add(path)
+            self.used[path.name] = checksum(path)
         if path.suffix == ".zip":
             archive = zipfile.ZipFile(path)
             return archive.open(archive.namelist()[0])
@@ -83,13 +91,29 @@ class Source:
     def text(self, path: Path) -> IO[str]:
         return io.TextIOWrapper(self.open(path), encoding="utf-8", newline="\n")
 
-    def json_lines(self, path: Path) -> Iterator[dict[str, Any]]:
+    def json_lines(self, path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the objects of some lines."""
         with self.text(path) as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in islice(enumerate(lines, 1), start, stop):
                 try:
                     yield json.loads(line)
                 except ValueError:
                     raise DataError(f"{path}, line {number}: expected one JSON object; {self.advice}") from None
+
+    def spool(self, numbers: Iterable[int] | Iterable[bytes], dtype: type[np.generic]) -> Array:
+        """Return numbers, or bytes, as an array in a temporary file without a name, mapped into memory.
+
+        So a text that is longer than the memory can be prepared. The file is on the disk of the prepared sets.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root) as file:
+                for part in _parts(iter(numbers), dtype):
+                    file.write(part)
+                size = file.tell()
+                return np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
+        except OSError as error:
+            raise unwritable(self.root, error) from None
 
     def hub_rows(self, *names: str, split: str) -> Iterable[dict[str, Any]]:
         """Return a split of a set on the Hugging Face hub."""
@@ -119,3 +143,15 @@ class Source:
                 size += len(content)
                 yield name, content
         self.used[path.name] = {"bytes": size, "sha256": total.hexdigest()}
+
+
+def _parts(numbers: Iterator[Any], dtype: type[np.generic]) -> Iterator[Any]:
+    """Yield bytes as they are, and numbers in arrays."""
+    first = next(numbers, None)
+    if isinstance(first, bytes):
+        yield first
+        yield from numbers
+    elif first is not None:
+        numbers = chain((first,), numbers)
+        while len(part := np.fromiter(islice(numbers, BLOCK), dtype)):
+            yield part

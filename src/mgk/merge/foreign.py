@@ -9,7 +9,9 @@ B batch, H query heads, Hk value heads, M components, Nq queries, Nk keys, D wid
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +20,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, flash_attention_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import output_capturing
 
 from mgk.merge.layers import transformers_layers
 from mgk.merge.sums import SummedModel
-from mgk.ops.api import mgk_attention
+from mgk.ops.api import attention_weights, mgk_attention
 from mgk.ops.common import compute_dtype
 
 if TYPE_CHECKING:
@@ -49,11 +52,12 @@ def mixture_attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **others: Any,
-) -> tuple[Float[Tensor, "b nq h d"], None]:
+) -> tuple[Float[Tensor, "b nq h d"], Float[Tensor, "b h nq nk"] | None]:
     """Attention with A[i,j] ~ sum_r prior_r exp(q_i.k_jr scaling), called by a Transformers layer after projecting.
 
     It is MGK with s2 = 1 / scaling and a prior that cancels the Gaussian's -|k|^2 / 2 s2 (Eqns 5 and 6). Such a prior
-    depends on the sample, so the batch is folded into the heads.
+    depends on the sample, so the batch is folded into the heads. With `output_attentions` A is returned, too, which
+    needs Nq x Nk memory.
     """
     batch, heads, count, width = query.shape
     groups = heads // value.shape[1]
@@ -68,10 +72,28 @@ def mixture_attention(
         prior = prior.masked_fill(~attention_mask[:, None, None].bool(), -math.inf)
     query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
     is_causal = is_causal and count > 1  # a single query is the last one and sees every key
-    output = mgk_attention(
-        query, key, value, prior.flatten(0, 1), variance=1 / scaling, is_causal=is_causal, dropout_p=dropout
-    )
-    return output[0].unflatten(0, (batch, heads)).transpose(1, 2), None
+    seen: dict[str, Any] = {"variance": 1 / scaling, "is_causal": is_causal}
+    output = mgk_attention(query, key, value, prior.flatten(0, 1), dropout_p=dropout, **seen)
+    weights = None
+    if others.get("output_attentions") or collects_weights():
+        warn_dense_weights()
+        weights = attention_weights(query, key, prior.flatten(0, 1), **seen)[0].unflatten(0, (batch, heads))
+    return output[0].unflatten(0, (batch, heads)).transpose(1, 2), weights
+
+
+def collects_weights() -> bool:
+    """Whether the model was asked for attention weights; some layers do not pass `output_attentions` on."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    return collector is not None and "attentions" in (collector.get() or ())
+
+
+@cache
+def warn_dense_weights() -> None:
+    """Say once what attention weights cost."""
+    warnings.warn(
+        "output_attentions=True stores the weights of all pairs of positions of every layer, (B,H,Nq,Nk); use it to "
+        "look at short texts", stacklevel=2,
+    )  # fmt: skip
 
 
 def key_mask(mask_function: Callable[..., Any], **options: Any) -> Bool[Tensor, "b nk"] | None:

@@ -80,6 +80,11 @@ class TransformerConfig:
             check.check_probability(name, getattr(self, name))
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many keys a query of each layer sees; None is all."""
+        return (None,) * self.layers
+
+    @property
     def width_of_head(self) -> int:
         """Width of a head."""
         return self.head_dim or self.width // self.heads
@@ -178,6 +183,11 @@ class LanguageModelConfig(TokenConfig):
     """Norm before each part of a layer and after the last layer (pre), or after each residual sum (post)."""
     attention_dropout: float = 0.0
     """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
+    window: int | None = None
+    """Keys that a query sees, up to its own position; None is all. The linear family has no window."""
+    global_every: int | None = None
+    """With window: every global_every-th layer sees all keys, 6 for five layers with a window and one without; None:
+    no layer does."""
     vocabulary: int = 267_735
     """Number of tokens; with cutoffs they are sorted by falling frequency."""
     cutoffs: tuple[int, ...] = (20_000, 40_000, 200_000)
@@ -201,6 +211,16 @@ class LanguageModelConfig(TokenConfig):
             raise ValueError("output_bias: expected True with cutoffs, got False")
         if adaptive and self.vocabulary_multiple != 1:
             raise ValueError(f"vocabulary_multiple: expected 1 with cutoffs, got {self.vocabulary_multiple}")
+        if self.window is None and self.global_every is not None:
+            raise ValueError(f"global_every: expected None without window, got {self.global_every}")
+        if self.window is not None and self.attention in LINEAR:
+            raise ValueError(f"window: expected None for attention {self.attention!r}, got {self.window}")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many keys a query of each layer sees; None is all."""
+        every = self.global_every or self.layers + 1
+        return tuple(None if layer % every == 0 else self.window for layer in range(1, self.layers + 1))
 
     @property
     def embedding_rows(self) -> int:

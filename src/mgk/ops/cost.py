@@ -186,15 +186,13 @@ def exponentials(d: Dimensions) -> int:
 
 
 def cache_bytes(d: Dimensions, bytes_per_number: int) -> int:
-    """Bytes of the decode cache after `keys` positions: keys and values, or F x (Dv + 2) numbers for any length.
-
-    Grouped queries store the keys and values of `kv_heads` heads. The sums of the linear family are per query head.
-    """
+    """Bytes of the decode cache after `keys` positions: keys and values of the window, or F x (Dv + 2) numbers."""
     check_count("bytes_per_number", bytes_per_number)
-    if d.variant in LINEAR:
+    if d.variant in LINEAR:  # a state for each query head, for any number of positions
         numbers = d.heads * d.F * (d.Dv + 2)
     else:
-        numbers = d.G * d.keys * (d.head_dim * (d.M if d.variant == "mgk" else 1) + d.Dv)
+        held = d.keys if d.window is None else min(d.keys, d.window)
+        numbers = d.G * held * (d.head_dim * (d.M if d.variant == "mgk" else 1) + d.Dv)
     return d.batch * numbers * bytes_per_number
 
 
