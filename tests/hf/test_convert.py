@@ -132,10 +132,12 @@ def test_the_other_tokenizers(tmp_path: Path) -> None:
     enwiki = mgk.data.load("enwiki", root=tmp_path / "enwiki", **_parsed(options))
     tokenizer = tokenizer_of(enwiki)
     assert tokenizer is not None
-    from mgk.data.corpora import PIECE, encode
+    from mgk.data.corpora import END, PIECE
 
+    assert enwiki.words is not None
+    number = {word: index for index, word in enumerate(enwiki.words)}
     lines = [line for line in TEXT.splitlines()[:20] if line.strip()]
-    expected = encode((PIECE.findall(line) for line in lines), enwiki.words).tolist()
+    expected = [number.get(word, 1) for line in lines for word in (*PIECE.findall(line), END)]
     assert tokenizer("\n".join(lines) + "\n")["input_ids"] == expected
     options = small("fashion-mnist", tmp_path / "images").data.options
     images = mgk.data.load("fashion-mnist", root=tmp_path / "images", **_parsed(options))
