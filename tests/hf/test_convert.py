@@ -157,7 +157,7 @@ def test_the_card_shows_the_record_of_the_run(runs: dict[str, Path], tmp_path: P
     assert f"{result['parameters']:,} parameters" in card
     assert "AutoModelForSequenceClassification.from_pretrained" in card
     assert str(tmp_path) not in card
-    assert not (tmp_path / "hf/tokenizer.json").exists()  # its data set is not in the default folder
+    assert (tmp_path / "hf/tokenizer.json").exists()  # the run knows the folder of its data set
 
 
 def test_a_model_without_a_record_becomes_a_run(tmp_path: Path) -> None:
