@@ -13,8 +13,9 @@ import mgk.data
 from experiments.cells import records
 from experiments.cells.cell import Adapt, Measure, Metric
 from experiments.lm import noise
+from experiments.lm.masked import predict_tokens
 from experiments.lm.own import give_own_values, more_flops
-from experiments.lm.tasks import CONTEXTS, TASKS
+from experiments.lm.tasks import CONTEXTS, MODERN, TASKS
 from mgk.models.cost import dimensions
 from mgk.ops.cost import cache_bytes
 from mgk.train.config import Config, replace
@@ -116,8 +117,8 @@ class Cell:
         return f"python -m experiments.lm --cells {self.name} --again again"
 
     @property
-    def pretraining(self) -> Config | None:
-        return None
+    def pretraining(self) -> tuple[Config, Adapt] | None:
+        return (self.config, predict_tokens) if TASKS[self.task].pretrained else None
 
     @property
     def adapt(self) -> Adapt | None:
@@ -240,5 +241,7 @@ def pieces(found: Sequence[Record]) -> dict[str, list[Cell] | None]:
     result["plain"] = each("plain", PLAIN, 3)
     result["scale"] = each("small", SMALL, 2)
     length = [each(f"context-{context}", LENGTH, 1) for context in CONTEXTS[1:]]
+    arena = [each(f"{name}-{kind}", [FULL, HALF], 1) for kind in ("modern", "pretrained") for name in MODERN]
+    result["lra-modern"] = [cell for cells in arena for cell in cells or ()]
     result["length"] = None if None in length else [cell for cells in length for cell in cells or ()]
     return result

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from experiments.reproduce import report
-from experiments.reproduce.grid import Row
+from experiments.reproduce.grid import Record, Row
 from experiments.reproduce.main import main
-from experiments.reproduce.records import Record
 from tests.experiments.common import made_up, seeds, with_maps, written
 
 GOLDEN = Path(__file__).parent / "golden.md"

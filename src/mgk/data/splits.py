@@ -6,7 +6,8 @@ and channels of an image.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +19,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 Batch = dict[str, Tensor]
+BLOCK = 1 << 20  # entries of a long array that are in memory at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +227,15 @@ def concatenate(contents: Iterable[bytes]) -> tuple[Array, Array]:
     rows = list(contents)
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
     return np.frombuffer(b"".join(rows), np.uint8), offsets
+
+
+def blocks(values: Array) -> Iterator[Array]:
+    """Yield an array in parts along its first axis; those of a file that is mapped into memory are dropped again."""
+    rows = max(1, BLOCK // max(1, values[:1].size))
+    for start in range(0, len(values), rows):
+        yield values[start : start + rows]
+        if (mapped := getattr(values, "_mmap", None)) and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def thinned(split: AnySplit, limit: int | None) -> AnySplit:
