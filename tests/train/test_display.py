@@ -11,7 +11,7 @@ import torch
 from mgk.files import read_lines
 from mgk.train import Config, progress, replace, train
 from mgk.train.progress import Progress, duration
-from mgk.train.sample import TOP_P, nucleus, visible
+from mgk.train.sample import TOP_P, nucleus
 from tests.recipes.common import small
 
 
@@ -86,7 +86,3 @@ def test_a_sample_is_of_the_most_probable_tokens() -> None:
     assert found[[0, 3]].tolist() == [0, 0]
     assert found.sum() >= TOP_P
     assert (found > 0).tolist() == [False, True, True, False]
-
-
-def test_control_characters_are_shown_as_codes() -> None:
-    assert visible("a\tb\n\x1b[2J") == "a\tb\n\\x1b[2J"
