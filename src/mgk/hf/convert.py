@@ -82,6 +82,9 @@ def run_to_hf(
             ) from error
         kept = unfinished / RECORD
         _copy(RECORDED, run, kept)
+        if starts is not None:  # paths of this machine stay here
+            shown = [{name: value for name, value in each.items() if name != "data_root"} for each in starts["starts"]]
+            write_json(kept / "run.json", starts | {"starts": shown})
         write_json(kept / "checkpoint.json", facts | {"which": which})
         if state:
             shutil.copyfile(run / which / "state.pt", kept / "state.pt")
