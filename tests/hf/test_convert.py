@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import tyro
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2LMHeadModel
 
 import mgk.data
 from mgk.cli.hf import convert, generate
+from mgk.cli.parsing import read_options
 from mgk.hf import hf_to_run, run_to_hf
 from mgk.hf.tokenizer import byte_tokenizer, tokenizer_of
 from mgk.train import evaluate, load_model, train
@@ -249,14 +249,14 @@ def test_the_command_halves_the_heads_of_a_transformers_model(tmp_path: Path) ->
 
 
 def test_the_command_line_options(tmp_path: Path) -> None:
-    """tyro parses `--from`, not `--from-`."""
+    """The option is `--from`, not `--from-`."""
     seen: list[tuple[Any, ...]] = []
 
     @functools.wraps(convert)
     def noted(*args: Any, **kwargs: Any) -> None:
         seen.append((args, kwargs))
 
-    tyro.cli(noted, args=["--from", "gpt2", "--heads-to-mixtures", "--finetune", "5", "out"])
+    read_options(noted, "mgk convert", ["--from", "gpt2", "--heads-to-mixtures", "--finetune", "5", "out"])()
     ((args, kwargs),) = seen
     given = inspect.signature(convert).bind(*args, **kwargs).arguments
     assert (given["paths"], given["from_"], given["heads_to_mixtures"], given["finetune"]) == (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mgk.hf import MGKModel, merge_heads
-from mgk.merge.foreign import warn_dense_weights
+from mgk.merge.attention import warn_dense_weights
 from tests.hf.common import FOREIGN, config, foreign, stirred
 
 

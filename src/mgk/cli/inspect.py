@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import tyro
+from mgk.cli.parsing import Positional
 
 
 def figures(
-    runs: tyro.conf.Positional[tuple[Path, ...]],
+    runs: Positional[tuple[Path, ...]],
     out: Path = Path("figures"),
     matrices: int = 1000,
     length: int = 1024,
@@ -31,7 +31,7 @@ def figures(
         length: cut longer inputs to this many tokens, for maps and ranks.
         index: example of the test split that the maps show.
         which: checkpoint.
-        data_root: folder of prepared data sets; default $MGK_DATA or ~/.cache/mgk/data.
+        data_root: folder of the prepared data sets; that of the run if not given.
     """
     from mgk.inspect.report import write_figures
     from mgk.inspect.runs import Run
@@ -45,7 +45,7 @@ def figures(
 
 
 def explore(
-    runs: tyro.conf.Positional[tuple[Path, ...]],
+    runs: Positional[tuple[Path, ...]],
     text: str | None = None,
     input: Path | None = None,
     out: Path = Path("explore.html"),
@@ -70,7 +70,7 @@ def explore(
         index: example of the test split, if there is no text.
         length: cut the input to this many tokens.
         which: checkpoint.
-        data_root: folder of prepared data sets; default $MGK_DATA or ~/.cache/mgk/data.
+        data_root: folder of the prepared data sets; that of the run if not given.
     """
     from mgk.inspect.report import comparison_page, explore_page
     from mgk.inspect.runs import Run

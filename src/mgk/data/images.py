@@ -156,7 +156,7 @@ def _cifar_pickle(content: bytes, name: str) -> Labelled:
     try:
         batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
         return _channels_last(batch[b"data"]), np.array(batch[b"labels"], np.uint8)
-    except (pickle.UnpicklingError, KeyError, TypeError, ValueError, EOFError) as error:
+    except (pickle.UnpicklingError, KeyError, TypeError, ValueError, OverflowError, EOFError) as error:
         raise DataError(f"{name}: expected a batch of CIFAR-10 ({error})") from None
 
 

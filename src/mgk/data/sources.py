@@ -15,8 +15,9 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
 import numpy as np
@@ -26,6 +27,7 @@ from mgk.data.store import DataError, unwritable
 from mgk.files import checksum
 
 COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zip")
+LARGEST = 1 << 30  # bytes of a file in a tar archive: one of the sets here has 32 MB
 DAMAGED = (
     EOFError,
     lzma.LZMAError,
@@ -83,10 +85,27 @@ class Source:
             self.opened.add(path)
             self.used[path.name] = checksum(path)
         if path.suffix == ".zip":
-            archive = zipfile.ZipFile(path)
-            return archive.open(archive.namelist()[0])
+            return self.zipped(path)
         openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
         return openers.get(path.suffix, open)(path, "rb")  # type: ignore[no-any-return]
+
+    def zipped(self, path: Path) -> IO[bytes]:
+        """Open the first file of a zip archive."""
+        archive = zipfile.ZipFile(path)
+        names = [self.inside(path, each.filename) for each in archive.infolist() if not each.is_dir()]
+        try:
+            return archive.open(names[0])
+        except (IndexError, RuntimeError) as error:  # there is none, it is encrypted, or compressed in another way
+            self.refuse(path, f"its first file cannot be read ({error})")
+
+    def inside(self, path: Path, name: str) -> str:
+        """Return the name of a member of an archive; raise an error if it points to another folder."""
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            self.refuse(path, f"expected names inside the archive, got {name!r}")
+        return name
+
+    def refuse(self, path: Path, why: str) -> NoReturn:
+        raise DataError(f"{path}: {why}; {self.advice}")
 
     def text(self, path: Path) -> IO[str]:
         return io.TextIOWrapper(self.open(path), encoding="utf-8", newline="\n")
@@ -105,15 +124,15 @@ class Source:
 
         So a text that is longer than the memory can be prepared. The file is on the disk of the prepared sets.
         """
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.root) as file:
-                for part in _parts(iter(numbers), dtype):
+        self.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.root) as file:
+            for part in _parts(iter(numbers), dtype):
+                try:
                     file.write(part)
-                size = file.tell()
-                return np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
-        except OSError as error:
-            raise unwritable(self.root, error) from None
+                    file.flush()
+                except OSError as error:
+                    raise unwritable(self.root, error) from None
+            return np.memmap(file, dtype, "r") if file.tell() else np.zeros(0, dtype)
 
     def hub_rows(self, *names: str, split: str) -> Iterable[dict[str, Any]]:
         """Return a split of a set on the Hugging Face hub."""
@@ -132,11 +151,18 @@ class Source:
             self.used[path.name] = checksum(path)
             with tarfile.open(path) as archive:
                 for member in archive:
-                    if wanted.search(member.name) and (file := archive.extractfile(member)) is not None:
-                        yield member.name, file.read()
+                    if not wanted.search(self.inside(path, member.name)) or member.isdir():
+                        continue
+                    if not member.isfile():
+                        self.refuse(path, f"{member.name}: expected a file, got a link or a device")
+                    if member.size > LARGEST:
+                        self.refuse(path, f"{member.name}: expected at most {LARGEST} bytes, got {member.size}")
+                    file = archive.extractfile(member)
+                    assert file is not None  # see above
+                    yield member.name, b"".join(iter(partial(file.read, BLOCK), b""))  # its size may be a lie
             return
         total, size = hashlib.sha256(), 0
-        for name in sorted(file.relative_to(path.parent).as_posix() for file in path.rglob("*") if file.is_file()):
+        for name in sorted(each.relative_to(path.parent).as_posix() for each in path.rglob("*") if each.is_file()):
             if wanted.search(name):
                 content = (path.parent / name).read_bytes()
                 total.update(name.encode() + b"\0" + hashlib.sha256(content).digest())

@@ -218,8 +218,10 @@ def _scores_and_costs(rows: dict[str, dict[str, Any]], seeds: dict[str, list[Run
     ]
 
 
-def _bar(name: str, value: float, form: str, unit: str, half: float | None = None) -> Bar:
-    """Write a number, and the half width of its interval if it has one."""
+def _bar(name: str, value: float | None, form: str, unit: str, half: float | None = None) -> Bar:
+    """Write a number, and the half width of its interval if it has one; None stands for one that is not finite."""
+    if value is None:
+        return Bar(name, 0, "not finite")
     text = form.format(value)
     if half is None:
         return Bar(name, value, text + unit)
