@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint unit sanitize format demo bench cross-compile mutants golden package clean
+.PHONY: help setup test lint unit sanitize format demo docs bench cross-compile mutants golden package clean
 
 help:
 	@echo "make test    check lint, format and types, and run all tests"
 	@echo "make demo    check every variant against its formula and train three small models"
+	@echo "make docs    build the documentation site into build/site"
 	@echo "make bench   measure what mixture attention gains on this machine"
 	@echo "make sanitize  test the native CPU kernels with sanitizers"
 	@echo "make cross-compile  compile the kernels for all GPUs, which need not be there"
@@ -56,6 +57,10 @@ format: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/mgk demo
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html is ready. To search in it: $(BIN)/python -m http.server --directory build/site"
 
 bench: $(STAMP)
 	$(BIN)/mgk bench

@@ -105,6 +105,9 @@ def comparisons() -> list[Comparison]:
             ("small", Row("smgk", 6), Row("softmax", 12)), ("small", Row("smgk", 6), Row("softmax", 12, 6)),
             ("small", Row("smgk", 12), Row("softmax", 12)),
         ],
+        "translation": [
+            ("multi30k", HALF, FULL), ("multi30k", mgk4, FULL), ("multi30k", Row("smgk", 2), softmax4),
+        ],
         "it holds for longer contexts": [
             (task, row, FULL)
             for task in ("nano", *(f"context-{length}" for length in CONTEXTS[1:]))

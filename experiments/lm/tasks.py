@@ -77,6 +77,11 @@ def tasks() -> dict[str, Task]:
             "197 million tokens of training.",
             10.0,
         ),
+        "multi30k": Task(
+            recipe("multi30k"), "bleu",
+            "Multi30k, English to German, an encoder-decoder of 3 + 3 layers of width 256, greedy decoding, "
+            "test_2016_flickr.", 3.0,
+        ),
         **{
             f"{name}-modern": Task(
                 modern(name), "accuracy",

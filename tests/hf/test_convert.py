@@ -137,9 +137,10 @@ def test_the_other_tokenizers(tmp_path: Path) -> None:
     assert tokenizer is not None
     from mgk.data.corpora import END, PIECE
 
+    assert enwiki.words is not None
+    number = {word: index for index, word in enumerate(enwiki.words)}
     lines = [line for line in TEXT.splitlines()[:20] if line.strip()]
-    numbers = {word: number for number, word in enumerate(enwiki.words)}
-    expected = [numbers.get(word, 1) for line in lines for word in (*PIECE.findall(line), END)]
+    expected = [number.get(word, 1) for line in lines for word in (*PIECE.findall(line), END)]
     assert tokenizer("\n".join(lines) + "\n")["input_ids"] == expected
     options = small("fashion-mnist", tmp_path / "images").data.options
     images = mgk.data.load("fashion-mnist", root=tmp_path / "images", **_parsed(options))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgk.data import corpora, images, listops, store, text
+from mgk.data import corpora, images, listops, store, text, translation
 from mgk.data.sources import DAMAGED, Source
 from mgk.data.splits import blocks, thinned
 from mgk.data.store import Built, DataError, Prepared
@@ -128,6 +128,20 @@ SETS = {
             "Your own text: a file, or a folder of *.txt files, as bytes or with --bpe, 90/5/5",
             "name a plain text file or a folder of *.txt files, of 10,000 bytes or more",
             corpora.build_text,
+        ),
+        Description(
+            "multi30k",
+            "Multi30k: 29,000 captions of pictures in English and German, one tokenizer for both",
+            "get train, val and test_2016_flickr of github.com/multi30k/dataset (one sentence per line, .en and .de)",
+            translation.build_multi30k,
+            ("multi30k",),
+        ),
+        Description(
+            "iwslt14",
+            "IWSLT14: 160,000 sentences of talks in German and English, one tokenizer for both",
+            "unpack de-en.tgz of IWSLT 2014 (train.tags.de-en.de, IWSLT14.TED.tst2010.de-en.de.xml, ...)",
+            translation.build_iwslt14,
+            ("iwslt14", "iwslt14/de-en", "de-en"),
         ),
         Description(
             "fashion-mnist",

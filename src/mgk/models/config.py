@@ -249,4 +249,35 @@ class VisionConfig(TransformerConfig):
             raise ValueError(f"patch_size: expected a divisor of image_size = {self.image_size}, got {self.patch_size}")
 
 
-ModelConfig = ClassifierConfig | MatcherConfig | LanguageModelConfig | VisionConfig
+@dataclass(frozen=True)
+class TranslatorConfig(TokenConfig):
+    """Encoder-decoder for translation. The defaults are those of the recipe multi30k."""
+
+    attention_bias: bool = False
+    """Biases in the four projections of an attention layer."""
+    layers: int = 3
+    """Layers of the encoder."""
+    decoder_layers: int = 3
+    """Layers of the decoder."""
+    width: int = 256
+    """Width of the model."""
+    hidden: int = 1024
+    """Hidden width of the feed-forward part of a layer."""
+    attention_dropout: float = 0.0
+    """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
+    vocabulary: int = 10_000
+    """Number of tokens, of both languages; token 0 begins and ends a sentence."""
+    max_length: int = 128
+    """Longest source and target, in tokens; longer ones are cut."""
+    positions: Literal["learned", "sinusoidal", "rotary"] = "sinusoidal"
+    """How positions are encoded; a translator has sinusoidal ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positions != "sinusoidal":
+            raise ValueError(f"positions: expected sinusoidal for a translator, got {self.positions}")
+        if self.prior_positions is not None:
+            raise ValueError(f"prior_positions: expected None for a translator, got {self.prior_positions}")
+
+
+ModelConfig = ClassifierConfig | MatcherConfig | LanguageModelConfig | VisionConfig | TranslatorConfig

@@ -140,7 +140,7 @@ def collect(
         if found:
             rows.append(summary(text, setting, found))
     failed = {str(path): outcome.reason for path, outcome in outcomes.items() if isinstance(outcome, Failure)}
-    return Comparison("perplexity" if config.kind == "language" else "accuracy %", rows, failed)
+    return Comparison("perplexity" if config.kind in ("language", "translation") else "accuracy %", rows, failed)
 
 
 def run_all(todo: Mapping[Path, Job[Result]], jobs: int) -> dict[Path, Result | Failure]:
