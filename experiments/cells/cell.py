@@ -47,8 +47,8 @@ class Cell(Protocol):
         """The command that computes the cell again, in new folders, so that a finished run is not reused."""
 
     @property
-    def pretraining(self) -> Config | None:
-        """The training whose encoder this one starts from; None starts from random weights."""
+    def pretraining(self) -> tuple[Config, Adapt] | None:
+        """The training whose encoder this one starts from, and what changes its model; None starts at random."""
 
     @property
     def adapt(self) -> Adapt | None:

@@ -29,7 +29,6 @@ from mgk.recipes.runner import Deadline, Failure, Stop, run_jobs
 from mgk.train import checkpoint, train
 from mgk.train.config import Config, replace
 from mgk.train.data import load
-from mgk.train.evaluate import load_model
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,9 @@ def fill(cell: Cell, config: Config, session: Session) -> None:
         session.tell(cell, "resumes" if (run / "last").exists() else "starts")
         adapt = cell.adapt
         if cell.pretraining is not None:
+            before, change = cell.pretraining
             first = beside(run, "pretraining")
-            finish(cell, replace(cell.pretraining, workers=0, device=session.device), first, session)
+            finish(cell, replace(before, workers=0, device=session.device), first, session, change)
             adapt = partial(load_encoder, first)
         finish(cell, config, run, session, adapt)
         values = records.make(cell, run, jobs=session.jobs, data_root=session.data_root)
@@ -174,5 +174,9 @@ def finish(cell: Cell, config: Config, run: Path, session: Session, adapt: Adapt
 @torch.no_grad()
 def load_encoder(run: Path, model: nn.Module) -> None:
     """Start from the encoder of a finished run: its best checkpoint."""
-    trained, _ = load_model(run)
-    model.encoder.load_state_dict(trained.encoder.state_dict())  # type: ignore[union-attr, operator]
+    best = checkpoint.find(run, "best")
+    if best is None:
+        raise ValueError(f"{run}: expected a finished run, found no checkpoint")
+    name = "encoder."
+    weights = {key.removeprefix(name): w for key, w in checkpoint.load(best).weights.items() if key.startswith(name)}
+    model.encoder.load_state_dict(weights)  # type: ignore[union-attr, operator]

@@ -9,12 +9,16 @@ from typing import Literal
 
 from experiments.lm.grid import FULL, HALF, MAIN, Record, Row
 from experiments.lm.noise import SMALLEST
-from experiments.lm.tasks import CONTEXTS
+from experiments.lm.tasks import CONTEXTS, MODERN
 from mgk.intervals import difference
 
 Verdict = Literal["better", "worse", "equal", "undecided", "not judged", "not enough data"]
 POINTS = 0.5  # a difference of BLEU or of accuracy in percent that counts as none
-NOT_JUDGED = ("small", *(f"context-{length}" for length in CONTEXTS[1:]))  # one or two seeds
+NOT_JUDGED = (
+    "small",
+    *(f"{name}-{kind}" for name in MODERN for kind in ("modern", "pretrained")),
+    *(f"context-{length}" for length in CONTEXTS[1:]),
+)  # one or two seeds
 Table = Mapping[tuple[str, Row], Sequence[Record]]
 
 
@@ -101,8 +105,13 @@ def comparisons() -> list[Comparison]:
             ("small", Row("smgk", 6), Row("softmax", 12)), ("small", Row("smgk", 6), Row("softmax", 12, 6)),
             ("small", Row("smgk", 12), Row("softmax", 12)),
         ],
+        "translation": [
+            ("multi30k", HALF, FULL), ("multi30k", mgk4, FULL), ("multi30k", Row("smgk", 2), softmax4),
+        ],
         "it holds for longer contexts": [
-            (task, row, FULL) for task in ("nano", *NOT_JUDGED[1:]) for row in (HALF, smgk8)
+            (task, row, FULL)
+            for task in ("nano", *(f"context-{length}" for length in CONTEXTS[1:]))
+            for row in (HALF, smgk8)
         ],
     }  # fmt: skip
     return [Comparison(claim, *pair) for claim, found in pairs.items() for pair in found]

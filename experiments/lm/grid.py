@@ -13,8 +13,10 @@ import mgk.data
 from experiments.cells import records
 from experiments.cells.cell import Adapt, Measure, Metric
 from experiments.lm import noise
+from experiments.lm.masked import predict_tokens
 from experiments.lm.own import give_own_values, more_flops
-from experiments.lm.tasks import CONTEXTS, TASKS
+from experiments.lm.tasks import CONTEXTS, MODERN, TASKS
+from experiments.lm.translation import bleu
 from mgk.models.cost import dimensions
 from mgk.ops.cost import cache_bytes
 from mgk.train.config import Config, replace
@@ -116,8 +118,8 @@ class Cell:
         return f"python -m experiments.lm --cells {self.name} --again again"
 
     @property
-    def pretraining(self) -> Config | None:
-        return None
+    def pretraining(self) -> tuple[Config, Adapt] | None:
+        return (self.config, predict_tokens) if TASKS[self.task].pretrained else None
 
     @property
     def adapt(self) -> Adapt | None:
@@ -136,6 +138,8 @@ class Cell:
     def measures(self, run: Path, data_root: Path | None, gpu: str | None) -> Mapping[str, Measure]:
         """Return the bytes per token of a text with a tokenizer, and FLOPs that the configuration does not show."""
         config = self.config
+        if self.metric == "bleu":
+            return {"test_bleu": partial(bleu, run, data_root)}
         if self.row.option == "own":
             return {"flops": lambda: flops(config.model) + more_flops(config.model, config.model.max_length)}  # type: ignore[union-attr]
         if not any(option.startswith("bpe=") for option in config.data.options):
@@ -164,6 +168,7 @@ SIDE = [
 ]  # fmt: skip
 PLAIN = [FULL, HALF, Row("softmax", 4), Row("smgk", 8)]
 SMALL = [Row("softmax", 12), Row("smgk", 6), Row("softmax", 12, 6), Row("smgk", 12)]
+TRANSLATION = [FULL, HALF, Row("softmax", 4), Row("smgk", 2), Row("mgk", 4)]
 LENGTH = [FULL, HALF, Row("smgk", 8)]
 
 
@@ -240,5 +245,8 @@ def pieces(found: Sequence[Record]) -> dict[str, list[Cell] | None]:
     result["plain"] = each("plain", PLAIN, 3)
     result["scale"] = each("small", SMALL, 2)
     length = [each(f"context-{context}", LENGTH, 1) for context in CONTEXTS[1:]]
+    result["translation"] = each("multi30k", TRANSLATION, 3)
+    arena = [each(f"{name}-{kind}", [FULL, HALF], 1) for kind in ("modern", "pretrained") for name in MODERN]
+    result["lra-modern"] = [cell for cells in arena for cell in cells or ()]
     result["length"] = None if None in length else [cell for cells in length for cell in cells or ()]
     return result

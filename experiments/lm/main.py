@@ -32,8 +32,26 @@ from mgk.files import write_text
 
 RESULTS, RUNS, REPORT = Path("results") / "lm", Path("runs") / "lm", Path("docs") / "study.md"
 ROW_MINUTES = 0.7  # to time a step of one row, with compilation
-ORDER = ("sweep", "noise", "main", "steps", "own", "side", "plain", "scale", "length", "lra")
-DATA = {"scale": "enwiki", "lra": "elife, lra-image"}  # prepared sets of a piece; the others read enwik8
+ORDER = (
+    "sweep",
+    "noise",
+    "main",
+    "steps",
+    "own",
+    "side",
+    "plain",
+    "scale",
+    "length",
+    "lra",
+    "translation",
+    "lra-modern",
+)
+DATA = {
+    "scale": "enwiki",
+    "lra": "elife, lra-image",
+    "translation": "multi30k",
+    "lra-modern": "lra-image, imdb",
+}  # prepared sets of a piece; the others read enwik8
 LRA_MINUTES = 5.0
 
 

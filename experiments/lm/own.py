@@ -74,23 +74,13 @@ class OwnValueAttention(MixtureAttention):
         module.__class__ = cls
         return module  # type: ignore[return-value]
 
-    def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, packing: object = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys as ever, and values (B,H,M,N,D)."""
-        batch, length, heads, components = *query.shape[:2], self.num_heads, self.num_components
-        keys_of = (components, self.head_dim) if self.variant == "mgk" else (self.head_dim,)
-        q = self.query_norm(self.query_proj(query).view(batch, length, heads, self.head_dim)).transpose(1, 2)
-        k = self.key_norm(self.key_proj(key).view(batch, length, heads, *keys_of)).movedim(1, -2)
-        v = self.value_proj(value).view(batch, length, heads, components, self.head_dim).movedim(1, -2)
-        return q, k, v
-
     def _attend(self, inputs: AttentionInputs) -> Float[Tensor, "b h n d"]:
         if inputs.key_mask is not None or inputs.query_mask is not None:
             raise ValueError("key_padding_mask: expected none with own values, got one")
+        value = inputs.value.view(-1, self.num_heads, self.num_components, *inputs.value.shape[2:])  # (B,H,M,N,D)
         key = inputs.key if inputs.shift is None else inputs.key[:, :, None] + inputs.shift[:, :, None].to(inputs.key)
         return own_value_attention(
-            inputs.query, key, inputs.value, inputs.log_prior, is_causal=inputs.is_causal, impl=inputs.impl
+            inputs.query, key, value, inputs.log_prior, is_causal=inputs.is_causal, impl=inputs.impl
         )
 
 

@@ -24,12 +24,34 @@ class Task:
     """About how long a cell takes on an H200, with compilation."""
     chosen_rate: bool = False
     """Whether the learning rate is the one that the sweep chose, not that of the configuration."""
+    pretrained: bool = False
+    """Whether the model first learns to predict hidden tokens of the same inputs, for as many steps."""
 
 
 def nano(context: int = 512, **changes: Any) -> Config:
     """Return the small language model at some context, with the same number of tokens in a step."""
     fields = {"model__max_length": context, "data__batch": TOKENS // context, "data__pad_multiple": context}
     return replace(recipe("lm"), **fields, **{"steps": 3000, "eval_every": 500, "eval_batches": 0} | changes)
+
+
+MODERN = {"listops": (10_000, 64), "text": (10_000, 32), "image": (20_000, 64)}  # steps, and examples of a batch
+
+
+def modern(name: str) -> Config:
+    """Return a task of the Long Range Arena with a model as one would build it today."""
+    steps, batch = MODERN[name]
+    model = {
+        "layers": 6, "width": 256, "hidden": 1024, "head_dim": 32, "classifier_hidden": 256, "positions": "rotary",
+        "attention_dropout": 0.0,
+    }  # fmt: skip
+    optimiser = {
+        "lr": 5e-4, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.05, "decay": "matrices", "clip": 1.0,
+        "schedule": "cosine", "warmup": 500,
+    }  # fmt: skip
+    fields = {f"model__{field}": value for field, value in model.items()}
+    fields |= {f"optimiser__{field}": value for field, value in optimiser.items()}
+    data = {"data__batch": batch, "data__pad_multiple": 512}
+    return replace(recipe(f"lra-{name}"), **fields, **data, steps=steps, eval_every=1000)
 
 
 def tasks() -> dict[str, Task]:
@@ -55,6 +77,27 @@ def tasks() -> dict[str, Task]:
             "197 million tokens of training.",
             10.0,
         ),
+        "multi30k": Task(
+            recipe("multi30k"), "bleu",
+            "Multi30k, English to German, an encoder-decoder of 3 + 3 layers of width 256, greedy decoding, "
+            "test_2016_flickr.", 3.0,
+        ),
+        **{
+            f"{name}-modern": Task(
+                modern(name), "accuracy",
+                "LRA's task with 6 layers of width 256, rotary positions and pre-LN, trained from scratch. Not the "
+                "paper's protocol.", 6.0,
+            )
+            for name in MODERN
+        },
+        **{
+            f"{name}-pretrained": Task(
+                modern(name), "accuracy",
+                f"As `{name}-modern`, after as many steps of predicting hidden tokens of the same training inputs.",
+                12.0, pretrained=True,
+            )
+            for name in MODERN
+        },
     }  # fmt: skip
 
 

@@ -8,8 +8,7 @@
 from pathlib import Path
 
 from experiments.cells import Tally, run_cells
-from experiments.reproduce.grid import TARGETS, TASKS, Cell, cells
-from experiments.reproduce.records import Record, read_all
+from experiments.reproduce.grid import TARGETS, TASKS, Cell, Record, cells, read_all
 from experiments.reproduce.report import report
 
 RESULTS = Path("results") / "cells"

@@ -17,9 +17,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from experiments.cells.steps import Steps
-from experiments.reproduce.grid import LANGUAGE, LRA, PAIRS, SHORT, TASKS, Row, rows_on
+from experiments.reproduce.grid import LANGUAGE, LRA, PAIRS, SHORT, TASKS, Record, Row, rows_on
 from experiments.reproduce.paper import SAME, SEEDS, published
-from experiments.reproduce.records import Record
 from mgk.intervals import NORMAL, Contrast, contrast, difference, interval
 
 Verdict = Literal["yes", "no", "within noise", "not enough data"]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.cells.inside import unpack_map
-from experiments.reproduce.grid import TASKS
-from experiments.reproduce.records import Record
+from experiments.reproduce.grid import TASKS, Record
 from experiments.reproduce.report import (
     compared_rows,
     curve_figures,

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from experiments.cells import records
 from experiments.cells.cell import Adapt, Measure, Metric
 from experiments.cells.inside import inside
 from mgk.models.config import LanguageModelConfig
@@ -260,7 +261,7 @@ class Cell:
         return f"python -m experiments.reproduce all --cells {self.name} --results again/cells --runs again/runs"
 
     @property
-    def pretraining(self) -> Config | None:
+    def pretraining(self) -> tuple[Config, Adapt] | None:
         return None
 
     @property
@@ -277,6 +278,14 @@ class Cell:
         first = self.seed == 0 and not self.row.option  # the report shows maps of one seed
         found["inside"] = lambda: inside(run, data_root, maps=first)
         return found
+
+
+Record = records.Record[Cell]
+
+
+def read_all(results: Path) -> list[Record]:
+    """Read all records, in the order of their names."""
+    return records.read_all(results, Cell.parse)
 
 
 PAIRS = ((8, 4), (4, 2), (2, 1), (1, None))  # heads of a baseline, and of the mixtures that are compared with it

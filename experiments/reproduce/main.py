@@ -20,7 +20,7 @@ from pathlib import Path
 from experiments.cells.records import path_of, stale
 from experiments.cells.runner import run_cells
 from experiments.cells.steps import STEPS, measure, read_steps
-from experiments.reproduce import RESULTS, RUNS, grid, records
+from experiments.reproduce import RESULTS, RUNS, grid
 from experiments.reproduce.report import FIGURES, read_timings, report
 from mgk.files import write_text
 
@@ -77,14 +77,14 @@ def tell_absent(absent: Mapping[str, str]) -> None:
         print(f"{task}: skipped: {reason}")
 
 
-def text(found: Sequence[records.Record], results: Path) -> str:
+def text(found: Sequence[grid.Record], results: Path) -> str:
     """Return the report, with the timings that lie beside the folder of records."""
     return report(found, read_timings(results.parent / "bench-cuda.json"), read_steps(results.parent / STEPS.name))
 
 
-def read(results: Path) -> list[records.Record]:
+def read(results: Path) -> list[grid.Record]:
     """Read all records. Without any, raise: a misspelt folder would otherwise replace the report by an empty one."""
-    found = records.read_all(results)
+    found = grid.read_all(results)
     if not found:
         raise ValueError(f"results: expected a folder with records, RECIPE/CELL.json each, found none in {results}")
     return found

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells.records import write
-from experiments.reproduce import RESULTS, records
+from experiments.reproduce import RESULTS, grid
 from mgk.files import write_json
 
 
 def migrate(results: Path = RESULTS) -> int:
     """Rewrite the records in `results` and the benchmark results beside that folder. Return how many files changed."""
     changed = 0
-    for record in records.read_all(results):
+    for record in grid.read_all(results):
         command = record.cell.command
         if record.values["command"] != command:
             write(results, record.cell, record.values | {"command": command})

@@ -13,9 +13,8 @@ from typing import Any
 
 from experiments.cells.steps import Steps
 from experiments.reproduce.claims import FAMILIES, PLATEAU, Claim, Verdict, claims, left
-from experiments.reproduce.grid import GROUPS, MEANING, TASKS, Cell, Row, rows, tasks_of
+from experiments.reproduce.grid import GROUPS, MEANING, TASKS, Cell, Record, Row, rows, tasks_of
 from experiments.reproduce.paper import SAME, published
-from experiments.reproduce.records import Record
 from mgk.intervals import interval
 from mgk.tables import Table
 from mgk.variants import LABELS

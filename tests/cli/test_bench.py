@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgk import cli
+import mgk.cli as cli
 from mgk.ops import measure
 from mgk.ops.measure import Method, WrongResultError
 

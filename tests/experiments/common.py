@@ -10,8 +10,7 @@ import torch
 from experiments.cells import records
 from experiments.cells.inside import pack_map
 from experiments.reproduce import grid
-from experiments.reproduce.grid import TASKS, Cell, Row, Task
-from experiments.reproduce.records import Record
+from experiments.reproduce.grid import TASKS, Cell, Record, Row, Task
 from mgk.train.config import Config, to_dict
 from tests.train.common import tiny
 

@@ -27,44 +27,49 @@ if TYPE_CHECKING:
 EMBEDDING_STD = 0.02
 
 
+def make_attention(
+    config: TransformerConfig, *, causal: bool = False, window: int | None = None, rotary_dim: int = 0
+) -> MixtureAttention:
+    """Return the attention of one layer of a configuration."""
+    return MixtureAttention(
+        config.width,
+        config.heads,
+        variant=config.attention,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_components=config.components,
+        e_step=config.e_step,
+        prior=config.prior,
+        causal=causal,
+        window=window,
+        dropout=config.weight_dropout,
+        bias=config.attention_bias,
+        feature_map=config.feature_map,
+        learn_variance=config.learn_variance,
+        prior_positions=config.prior_positions,
+        prior_momentum=config.prior_momentum,
+        means=config.means,
+        mixing=config.mixing,
+        rotary_dim=rotary_dim,
+        qk_norm=config.qk_norm,
+        impl=config.impl,
+    )
+
+
 def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: int = 0) -> Stack:
     """Return the layers of a configuration."""
-    layers = []
-    for window in config.windows:
-        attention = MixtureAttention(
-            config.width,
-            config.heads,
-            variant=config.attention,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_components=config.components,
-            e_step=config.e_step,
-            prior=config.prior,
-            causal=causal,
-            window=window,
-            dropout=config.weight_dropout,
-            bias=config.attention_bias,
-            feature_map=config.feature_map,
-            learn_variance=config.learn_variance,
-            prior_positions=config.prior_positions,
-            prior_momentum=config.prior_momentum,
-            means=config.means,
-            mixing=config.mixing,
-            rotary_dim=rotary_dim,
-            qk_norm=config.qk_norm,
-            impl=config.impl,
+    layers = [
+        Block(
+            make_attention(config, causal=causal, window=window, rotary_dim=rotary_dim),
+            config.hidden,
+            dropout=config.dropout,
+            activation=config.activation,
+            norm=config.norm,
+            norm_type=config.norm_type,
+            bias=config.mlp_bias,
         )
-        layers.append(
-            Block(
-                attention,
-                config.hidden,
-                dropout=config.dropout,
-                activation=config.activation,
-                norm=config.norm,
-                norm_type=config.norm_type,
-                bias=config.mlp_bias,
-            )
-        )
+        for window in config.windows
+    ]
     return Stack(layers, recompute=config.recompute)
 
 

@@ -116,7 +116,7 @@ class Learner:
 
     @property
     def classifies(self) -> bool:
-        return self.config.kind != "language"
+        return self.config.kind not in ("language", "translation")
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
