@@ -205,6 +205,12 @@ def checksum(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+def seal(values: dict[str, Any]) -> str:
+    """Return the checksum of a JSON object, which it may itself hold as "sha256"."""
+    content = {name: value for name, value in values.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the objects of a JSON-lines file, without lines that are broken: a crash may have cut one."""
     found = map(parse_line, path.read_bytes().splitlines()) if path.exists() else ()

@@ -13,8 +13,9 @@ import pytest
 
 from mgk import data
 from mgk.data import DataError, Sequences, listops, registry, store
-from mgk.files import checksum
+from mgk.files import checksum, seal
 from tests.data.common import SMALL
+from tests.disk import flipped
 
 COMMAND = "mgk data prepare listops --sizes 60 20 20 --lengths 4 40"
 FILES = [f"{s}.{a}.npy" for s in ("train", "dev", "test") for a in ("tokens", "offsets", "labels")] + ["manifest.json"]
@@ -91,22 +92,11 @@ def test_a_truncated_file_is_found_at_once_and_repaired(folder: Path, name: str)
 
 @pytest.mark.parametrize("where", ["arrays", "manifest"])
 def test_any_flipped_bit_is_noticed_when_the_set_is_opened(folder: Path, where: str) -> None:
-    random = np.random.default_rng(0)
-    files = [path for path in folder.iterdir() if (path.name == "manifest.json") == (where == "manifest")]
-    for _ in range(40):
-        path = files[random.integers(len(files))]
-        content = path.read_bytes()
-        flip(path, int(random.integers(len(content) * 8)))
-        with pytest.raises(DataError, match=rf"; type: {COMMAND}$"):
+    files = [path for path in sorted(folder.iterdir()) if (path.name == "manifest.json") == (where == "manifest")]
+    for seed in range(100):
+        with flipped(files[seed % len(files)], seed), pytest.raises(DataError, match=rf"; type: {COMMAND}$"):
             load(folder)
-        path.write_bytes(content)
     load(folder)
-
-
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
 
 
 def test_files_that_have_changed_places_are_noticed(folder: Path) -> None:
@@ -139,7 +129,7 @@ def test_a_file_is_read_in_full_once_per_process(folder: Path, monkeypatch: pyte
 def forge(folder: Path, **changes: Any) -> None:
     """Change a manifest as someone would who also computes its checksum."""
     manifest = json.loads((folder / "manifest.json").read_text()) | changes
-    manifest["sha256"] = store._seal(manifest)
+    manifest["sha256"] = seal(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -209,7 +199,7 @@ def test_a_full_disk_leaves_the_existing_set(folder: Path, monkeypatch: pytest.M
 
     (folder / "test.labels.npy").unlink()  # so that it is prepared again
     with monkeypatch.context() as patch:
-        patch.setattr("numpy.save", full)
+        patch.setattr(store, "save_array", full)
         with pytest.raises(
             DataError, match=r"could not be written .No space left on device.; free disk space or set MGK_DATA"
         ):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import resource
+import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mgk.files import checksum
 from mgk.train import CheckpointError, checkpoint
 from mgk.train.checkpoint import Checkpoint
+from tests.disk import flipped, small_files
 
 
 def example(step: int) -> Checkpoint:
@@ -39,15 +40,13 @@ def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "last").step == 5
 
 
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """Limit the size of files to `most` bytes, which fails like a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def test_readers_see_no_checkpoint_that_is_being_written_or_removed(tmp_path: Path) -> None:
+    """Somebody may evaluate a run while it is trained, or after it was killed."""
+    checkpoint.save(tmp_path, example(4), best=True)
+    for name in (".step-00000009.partial", ".step-00000007.old", "step-00000008.partial", "step-9"):
+        shutil.copytree(checkpoint.folder_of(tmp_path, 4), tmp_path / "checkpoints" / name)
+    assert checkpoint.steps(tmp_path) == [4]
+    assert checkpoint.find(tmp_path) == checkpoint.find(tmp_path, "best") == checkpoint.folder_of(tmp_path, 4)
 
 
 @pytest.mark.parametrize("most", [0, 400])  # in the weights, in the state
@@ -95,3 +94,45 @@ def test_damage_is_detected_and_the_error_gives_advice(name: str, damage: str, t
         assert place is not None
         assert place == (tmp_path / which).resolve()
         assert checkpoint.load(place).step == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "checkpoint.json"])
+def test_any_flipped_bit_is_noticed(name: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, example(1), best=True)
+    folder = checkpoint.folder_of(tmp_path, 1)
+    for seed in range(100):
+        with (
+            flipped(folder / name, seed),
+            pytest.raises(CheckpointError, match=f"{name}: (damaged|cannot be read|expected)"),
+        ):
+            checkpoint.load(folder)
+    assert checkpoint.load(folder).step == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, r"model\.safetensors: damaged"),  # nothing to compare with
+        ({"../../../config.json": {}}, r"config\.json: damaged \(expected a file of this folder"),
+        ({"/dev/zero": {}}, "/dev/zero: damaged"),
+    ],
+)
+def test_checksums_of_other_files_or_of_none_are_refused(files: dict[str, Any], says: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, example(1), best=True)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "best" / "checkpoint.json").write_text(json.dumps({"step": 1, "files": files}))
+    with pytest.raises(CheckpointError, match=says):
+        checkpoint.load(tmp_path / "best")
+
+
+@pytest.mark.parametrize("header", [b"\xff" * 8, (1 << 40).to_bytes(8, "little"), b"\x02" + bytes(7) + b"[]"])
+def test_weights_with_an_oversized_or_wrong_header_are_refused(header: bytes, tmp_path: Path) -> None:
+    """A stranger's checkpoint, whose checksums are right."""
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.save(tmp_path, example(1), best=True)
+    (folder / "model.safetensors").write_bytes(header)
+    files = {name: checksum(folder / name) for name in ("model.safetensors", "state.pt")}
+    (folder / "checkpoint.json").write_text(json.dumps({"step": 1, "files": files}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not the weights of a model") as error:
+        checkpoint.load(folder)
+    assert "\n" not in str(error.value)

@@ -72,7 +72,7 @@ def image(run: Path) -> dict[str, Any]:
     for name in [name for name in content if name.endswith("/state.pt")]:  # equal values can be pickled in two ways
         content[name] = repr(torch.load(run / name, weights_only=True))
         facts = json.loads(content.pop(name.replace("state.pt", "checkpoint.json")))
-        content[f"{name} facts"] = facts | {"files": facts["files"]["model.safetensors"]}
+        content[f"{name} facts"] = facts | {"files": facts["files"]["model.safetensors"], "sha256": 0}
     content["links"] = {name: os.readlink(path) for name, path in files.items() if path.is_symlink()}
     result = json.loads(content.pop("result.json"))
     del content["run.json"]  # has every start

@@ -16,6 +16,7 @@ Runs of several processes with sharded weights have a folder `sharded` in place 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import re
@@ -29,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mgk.files import checksum, new_folder, point, read_json, remove_folder, tidy, write_json
+from mgk.files import checksum, new_folder, point, read_json, remove_folder, seal, tidy, write_json
 
 WEIGHTS, STATE, FACTS, SHARDED = "model.safetensors", "state.pt", "checkpoint.json", "sharded"
 FOLDER = re.compile(r"step-(\d{8,})")
@@ -98,7 +99,8 @@ def write(
             paths = sorted(path for path in temporary.rglob("*") if path.is_file())
             names = [path.relative_to(temporary).as_posix() for path in paths]
             files = {name: known.get(name) or checksum(temporary / name) for name in names}
-            write_json(temporary / FACTS, {"step": step, **facts, "best_step": best_step, "files": files})
+            content = json.loads(json.dumps({"step": step, **facts, "best_step": best_step, "files": files}))
+            write_json(temporary / FACTS, content | {"sha256": seal(content)})
         switch(run, keep or Keep())
     except (OSError, RuntimeError, SafetensorError) as error:  # errors of three libraries for a full disk
         if isinstance(error, RuntimeError) and not any(name in str(error) for name in TORCH_DISK):
@@ -171,23 +173,32 @@ def load(folder: Path) -> Checkpoint:
 
         weights, state = nested(read_whole(folder / SHARDED))
     else:
-        weights, state = load_file(folder / WEIGHTS), {}
+        weights, state = read_weights(folder), {}
     return Checkpoint(facts["step"], weights, state | read_state(folder), facts)
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """Compare the files of a checkpoint, or every `parts`-th of them, with their checksums; return its facts."""
     facts = read_facts(folder)
-    for name, expected in list(facts["files"].items())[part::parts]:
-        path = folder / name
-        found = checksum(path) if path.is_file() else None
-        if found != expected:
-            size = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    used = {name for name in present if name in (WEIGHTS, STATE) or name.startswith(f"{SHARDED}/")}
+    for name in sorted(used | facts["files"].keys())[part::parts]:
+        path, expected = folder / name, facts["files"].get(name)
+        if name not in present:
+            raise CheckpointError(f"{path}: damaged (expected a file of this folder, found none){advice(folder)}")
+        if checksum(path) != expected:
             raise CheckpointError(
-                f"{path}: damaged (expected {expected['bytes']} bytes, SHA-256 {expected['sha256'][:12]}, found {size})"
-                + advice(folder)
+                f"{path}: damaged ({path.stat().st_size} bytes, whose checksum is not that in {FACTS}){advice(folder)}"
             )
     return facts
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        told = " ".join(str(error).split())
+        raise CheckpointError(f"{folder / WEIGHTS}: not the weights of a model ({told}){advice(folder)}") from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -212,6 +223,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from None
     if not isinstance(facts.get("step"), int) or not isinstance(facts.get("files"), dict):
         raise CheckpointError(f"{path}: expected the fields step and files{advice(folder)}")
+    # Version 0.1.0 wrote no checksum of the facts, and no text among them.
+    if any(isinstance(value, str) for value in facts.values()) and facts.pop("sha256", None) != seal(facts):
+        raise CheckpointError(f"{path}: damaged (its own checksum differs){advice(folder)}")
     return facts
 
 
