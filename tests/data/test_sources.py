@@ -165,14 +165,15 @@ def test_aan_as_lra_has_it(raw: Path, root: Path) -> None:
     assert (len(part), len(part.documents)) == (1, 2)
 
 
-def test_aan_rebuilt_splits_by_paper(raw: Path, root: Path) -> None:
+@pytest.mark.parametrize(("task", "header"), [("aan-rebuilt", "citing\tcited\n"), ("elife", "")])
+def test_rebuilt_pairs_are_split_by_paper(raw: Path, root: Path, task: str, header: str) -> None:
     """No paper is in two splits; label 1 are citations, label 0 pairs that do not cite each other, as many."""
     random = np.random.default_rng(0)
     papers = [f"P{i}" for i in range(60)]
     citations = sorted({(papers[a], papers[b]) for a, b in random.integers(0, 60, (400, 2)) if a != b})
     write_jsonl(raw / "papers.jsonl.xz", [{"id": paper, "text": f"text of {paper}"} for paper in papers])
-    (raw / "citations.tsv").write_text("citing\tcited\n" + "".join(f"{a}\t{b}\n" for a, b in citations))
-    prepared = prepare("aan-rebuilt", raw, root)
+    (raw / "citations.tsv").write_text(header + "".join(f"{a}\t{b}\n" for a, b in citations))
+    prepared = prepare(task, raw, root)
     seen: dict[str, set[str]] = {}
     for name in prepared.splits:
         split = prepared.split(name)
@@ -270,6 +271,55 @@ def test_enwik8(raw: Path, root: Path, ending: str) -> None:
     part = prepare("enwik8", path, root, limit=50).split("train")
     assert isinstance(part, Stream)
     assert bytes(part.tokens) == content[:50]
+
+
+# text
+
+LINES = "".join(f"Line {number} of a text of one's own, with ü.\n" for number in range(400)).encode()
+
+
+def test_a_text_of_ones_own_is_split_at_bytes(raw: Path, root: Path) -> None:
+    (raw / "mine.md").write_bytes(LINES)
+    prepared = prepare("text", raw / "mine.md", root)
+    parts = {name: prepared.split(name) for name in ("train", "dev", "test")}
+    assert b"".join(bytes(part.tokens) for part in parts.values() if isinstance(part, Stream)) == LINES
+    assert len(parts["dev"]) == len(parts["test"]) == len(LINES) // 20
+
+
+def test_the_files_of_a_folder_are_joined_in_the_order_of_their_names(raw: Path, root: Path) -> None:
+    (raw / "b.txt.xz").write_bytes(b"not a text file")
+    (raw / "b.txt").write_bytes(LINES)
+    (raw / "a.txt").write_bytes(b"first")
+    train = prepare("text", raw, root).split("train")
+    assert isinstance(train, Stream)
+    assert bytes(train.tokens[:9]) == b"first\nLin"
+
+
+def test_two_texts_have_two_titles_and_a_tokenizer(raw: Path, root: Path) -> None:
+    (raw / "a.txt").write_bytes(LINES)
+    (raw / "b.txt").write_bytes(LINES.upper())
+    first = prepare("text", raw / "a.txt", root, title="a", bpe=300)
+    second = prepare("text", raw / "b.txt", root, title="b", bpe=300)
+    assert first.path != second.path
+    assert first.manifest["facts"]["vocabulary"] == 300
+    assert prepare("text", None, root, title="a", bpe=300).digest == first.digest  # prepared already
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "says"),
+    [
+        (b"short", {}, r"text: expected at least 10,000 bytes of text in .*mine.txt, got 5"),
+        (b"\xff\n" * 10_000, {"bpe": 300}, "mine.txt: expected UTF-8 with --bpe, got bytes that are not"),
+    ],
+)
+def test_what_is_no_text_is_told_in_one_line(
+    content: bytes, options: dict[str, int], says: str, raw: Path, root: Path
+) -> None:
+    (raw / "mine.txt").write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        prepare("text", raw / "mine.txt", root, **options)
+    with pytest.raises(DataError, match=r"text: no \*\.txt in .*; name a plain text file"):
+        prepare("text", None, root)
 
 
 # images

@@ -99,6 +99,22 @@ def test_a_static_cache_is_allocated_at_once(kind: str) -> None:
             assert layer.inner._key.shape[-2] == tokens.shape[1] + NEW - 1
 
 
+@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk-positions"])
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_window_is_cached_as_it_is_computed(kind: str, every: int | None) -> None:
+    """Of each layer a dynamic cache keeps the window; a static one hides what is before it."""
+    model, (tokens, mask) = make("language", kind, window=4, global_every=every), prompts(kind)
+    options: dict[str, Any] = {"max_new_tokens": 9, "return_dict_in_generate": True}
+    expected = generate(model, tokens, mask, use_cache=False, max_new_tokens=9)
+    for way in ({}, {"cache_implementation": "static"}, {"num_beams": 1, "past_key_values": DynamicCache()}):
+        found = generate(model, tokens, mask, **options, **way)
+        assert torch.equal(found.sequences, expected)
+        held = [layer.inner.held for layer in found.past_key_values.layers]
+        assert held == ([14, 14] if "cache_implementation" in way else [4, 14 if every else 4])
+    with pytest.raises(ValueError, match=r"^cache: a cache of a window has no earlier tokens"):
+        generate(model, tokens[1:], prompt_lookup_num_tokens=3)
+
+
 @pytest.mark.parametrize("kind", GROWING)
 @pytest.mark.parametrize("assistant", ["model", "prompt"])
 def test_assisted_decoding_changes_nothing(kind: str, assistant: str) -> None:

@@ -1,4 +1,4 @@
-"""Texts for language models: WikiText and plain articles at word level, enwik8 at byte level, or with a trained BPE."""
+"""Texts for language models: WikiText and plain articles as words, enwik8 and your own files as bytes or with BPE."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mgk.data.splits import BLOCK, Array, Stream, blocks
 from mgk.data.store import Built, DataError
 
 END, UNKNOWN = "<eos>", "<unk>"
+LEAST_TEXT = 10_000  # bytes of your own text: its dev and test splits are a twentieth each
 PIECE = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")  # a word, with its apostrophes, or one symbol
 
 Lines = Iterator[list[str]]
@@ -108,9 +109,41 @@ def build_enwik8(source: Source, *, bpe: int = 0) -> Built:
     """
     with source.open(source.require("enwik8")) as file:
         content = source.spool(iter(partial(file.read, BLOCK), b""), np.uint8)
-    cut = len(content) // 20
-    if cut == 0:
+    if len(content) < 20:
         raise DataError(f"enwik8: expected at least 20 bytes, got {len(content)}; {source.advice}")
+    return bytes_or_bpe(source, content, bpe)
+
+
+def build_text(source: Source, *, title: str = "", bpe: int = 0) -> Built:
+    """Use the bytes of your own text as tokens, or with `bpe` a tokenizer of this size that is trained on it.
+
+    The source is a file, or a folder whose *.txt files are joined in the order of their names. The last twentieth is
+    the test set, the one before it the dev set. `title` tells several texts apart.
+    """
+    given = source.given
+    paths = [given] if given is not None and given.is_file() else sorted(given.rglob("*.txt")) if given else []
+    if given is None or not paths:
+        source.missing("*.txt")
+
+    def parts() -> Iterator[bytes]:
+        for number, path in enumerate(paths):
+            if number:
+                yield b"\n"
+            with source.open(path) as file:
+                yield from iter(partial(file.read, BLOCK), b"")
+
+    content = source.spool(parts(), np.uint8)
+    if len(content) < LEAST_TEXT:
+        raise DataError(f"text: expected at least {LEAST_TEXT:,} bytes of text in {given}, got {len(content):,}")
+    try:
+        return bytes_or_bpe(source, content, bpe)
+    except UnicodeDecodeError as error:
+        raise DataError(f"text: {given}: expected UTF-8 with --bpe, got bytes that are not ({error.reason})") from None
+
+
+def bytes_or_bpe(source: Source, content: Array, bpe: int) -> Built:
+    """Split a text 90/5/5 and encode it, as bytes or, from whole line to whole line, with a trained tokenizer."""
+    cut = len(content) // 20
     ends = [len(content) - count * cut for count in (2, 1, 0)]
     if bpe:
         ends = [last_line(content[:end]) for end in ends]

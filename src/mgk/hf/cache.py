@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from mgk.hf.static import StaticStep
 from mgk.models import LanguageModel
 from mgk.nn import KeyValueCache, StackCache, StateCache
+from mgk.nn.cache import WindowCache
 
 
 class MGKCacheLayer(CacheLayerMixin):
@@ -23,7 +24,7 @@ class MGKCacheLayer(CacheLayerMixin):
     def __init__(self, inner: KeyValueCache | StateCache) -> None:
         super().__init__()
         self.inner = inner
-        self.is_croppable = isinstance(inner, KeyValueCache)
+        self.is_croppable = isinstance(inner, KeyValueCache) and not isinstance(inner, WindowCache)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -61,6 +62,11 @@ class MGKCacheLayer(CacheLayerMixin):
         """Called before tokens may be removed again, as in assisted decoding."""
         if isinstance(self.inner, StateCache):
             raise ValueError("cache: the state of the linear family cannot remove tokens; generate without assistant")
+        if isinstance(self.inner, WindowCache):
+            raise ValueError(
+                "cache: a cache of a window has no earlier tokens to go back to; use cache_implementation='static', or "
+                "generate without assistant"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -n positions for a negative n; for a positive n, as in older releases, keep the first n."""

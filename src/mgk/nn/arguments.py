@@ -37,6 +37,18 @@ def check_kv_heads(num_kv_heads: object, num_heads: int, means: str, mixing: str
     return number
 
 
+def check_window(window: object, causal: bool, variant: str) -> int | None:
+    """Return the window of a module, all of whose calls are causal then."""
+    if window is None:
+        return None
+    if variant in LINEAR:
+        raise ValueError(f"window: expected None for variant {variant!r}, whose sums hold all keys, got {window}")
+    number = check.check_count("window", window)
+    if not causal:
+        raise ValueError(f"window: expected None without causal=True, got {number}")
+    return number
+
+
 def check_combination(
     variant: str,
     e_step: str,

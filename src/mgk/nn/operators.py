@@ -39,6 +39,7 @@ class AttentionInputs:
     log_prior: Float[Tensor, "h m"] | Float[Tensor, "h m nk"] | None  # None is uniform
     variance: Float[Tensor, "h m"] | None  # None is sqrt(D)
     is_causal: bool
+    window: int | None  # of a causal mask; None is all keys
     key_mask: Bool[Tensor, "b nk"] | None  # True where a key takes part
     query_mask: Bool[Tensor, "b nq"] | None  # True where a query is real
     variant: str
@@ -51,8 +52,8 @@ class AttentionInputs:
 def attend(x: AttentionInputs) -> Float[Tensor, "b h nq d"]:
     """Return the heads, zero where `query_mask` is False."""
     options: dict[str, Any] = {
-        "is_causal": x.is_causal, "key_mask": x.key_mask, "query_mask": x.query_mask, "dropout_p": x.dropout_p,
-        "impl": x.impl,
+        "is_causal": x.is_causal, "window": x.window, "key_mask": x.key_mask, "query_mask": x.query_mask,
+        "dropout_p": x.dropout_p, "impl": x.impl,
     }  # fmt: skip
     if x.variant in GAUSSIAN:
         options |= {"variance": x.variance, "e_step": x.e_step}
@@ -68,7 +69,7 @@ def attend(x: AttentionInputs) -> Float[Tensor, "b h nq d"]:
 
 def attention_weights(x: AttentionInputs) -> Float[Tensor, "b h nq nk"]:
     """Return the dense weights A, without dropout."""
-    seen: dict[str, Any] = {"is_causal": x.is_causal, "key_mask": x.key_mask}
+    seen: dict[str, Any] = {"is_causal": x.is_causal, "window": x.window, "key_mask": x.key_mask}
     if x.variant in GAUSSIAN:
         mixture: dict[str, Any] = {"shift": x.shift, "variance": x.variance, "e_step": x.e_step}
         return _masked(api.attention_weights(x.query, x.key, x.log_prior, **mixture, **seen), x)
@@ -100,14 +101,15 @@ def can_attend_packed(module: MixtureAttention, x: Tensor, is_causal: bool) -> b
 def attend_packed(x: AttentionInputs, packing: Packing) -> Float[Tensor, "1 h t d"]:
     """`attend` for the rows of a packed batch: query and value (1,H,T,D), key (1,H,T,D) or (1,H,M,T,D)."""
     if x.variant == "softmax":
-        options: dict[str, Any] = {"is_causal": x.is_causal, "dropout_p": x.dropout_p, "impl": x.impl}
-        return packed_softmax_attention(x.query, x.key, x.value, packing, **options)
+        seen: dict[str, Any] = {"is_causal": x.is_causal, "window": x.window}
+        options: dict[str, Any] = {"dropout_p": x.dropout_p, "impl": x.impl}
+        return packed_softmax_attention(x.query, x.key, x.value, packing, **seen, **options)
     lengths = packing.cu_seqlens, packing.max_seqlen
     if x.variant in LINEAR:
         key = x.key if x.key.dim() == 5 or x.shift is not None else x.key[:, :, None]
         return rows_attention(x.query, key, x.shift, x.value, x.log_prior, *lengths)
     mixture = x.shift, x.value, x.log_prior, x.variance, x.e_step
-    return api.rows_attention(x.query, x.key, *mixture, x.is_causal, x.dropout_p, *lengths)
+    return api.rows_attention(x.query, x.key, *mixture, x.is_causal, x.window, x.dropout_p, *lengths)
 
 
 def mean_key(
