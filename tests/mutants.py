@@ -168,9 +168,9 @@ MUTANTS = (
         "tests/merge/test_calibration.py",
     ),
     Mutant(
-        "src/mgk/merge/heads.py",
-        "torch.cat((-x[..., half:], x[..., :half]), -1) * sin",
-        "torch.cat((x[..., half:], -x[..., :half]), -1) * sin",
+        "src/mgk/merge/calibration.py",
+        "torch.cat((-turned[..., half:], turned[..., :half]), -1) * sin",
+        "torch.cat((turned[..., half:], -turned[..., :half]), -1) * sin",
         "tests/merge/test_calibration.py",
     ),
     Mutant(
@@ -179,6 +179,17 @@ MUTANTS = (
         "if not self.causal:\n",
         "tests/merge/test_calibration.py",
     ),
+    Mutant(
+        "src/mgk/merge/attention.py",
+        "value, prior, window=window, **one)",
+        "value, prior, window=window + 1, **one)",
+        "tests/merge/test_families.py -k modernbert",
+    ),
+    Mutant(
+        "src/mgk/merge/attention.py", "window=window - 1", "window=window", "tests/merge/test_families.py -k modernbert"
+    ),
+    Mutant("src/mgk/merge/normalised.py", "second).conj()", "second)", "tests/merge/test_families.py -k qwen3"),
+    Mutant("src/mgk/merge/layers.py", "+ self.family.norm_offset", "", "tests/merge/test_families.py -k gemma3"),
     Mutant("src/mgk/merge/layers.py", "        model.eval()\n", "", "tests/merge/test_calibration.py"),
     Mutant("src/mgk/merge/layers.py", "        model.train(training)\n", "", "tests/merge/test_calibration.py"),
     Mutant(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
+from transformers.utils import logging
 
 from mgk.hf import MGKConfig
+from mgk.models import LanguageModelConfig
 from mgk.train.config import MODELS
 from tests.hf.common import config
 from tests.models.common import KINDS
@@ -46,6 +49,44 @@ def test_names_of_transformers_are_aliases() -> None:
     assert MGKConfig(id2label={0: "a", 1: "b", 2: "c"}).to_model().classes == 3  # type: ignore[union-attr]
 
 
+def test_fields_of_transformers_mean_what_they_mean_there() -> None:
+    llama: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 8,
+        "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": False, "sliding_window": None,
+        "vocab_size": 99, "max_position_embeddings": 64, "attention_dropout": 0.25,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "partial_rotary_factor": 0.75,
+                            "original_max_position_embeddings": 16},
+    }  # fmt: skip
+    made: Any = MGKConfig(kind="language", **llama)
+    expected = LanguageModelConfig(
+        width=48, hidden=96, layers=3, heads=6, head_dim=8, num_kv_heads=2, activation="swiglu",
+        tie_word_embeddings=False, vocabulary=99, max_length=64, attention_dropout=0.25, positions="rotary",
+        rope_type="yarn", rope_theta=5e5, rope_factor=4.0, rotary_share=0.75, rope_original_length=16,
+    )  # fmt: skip
+    assert made.to_model() == expected
+    told = made.to_dict()
+    del llama["rope_parameters"]
+    assert {name: told[name] for name in llama if name != "sliding_window"} | {"sliding_window": None} == llama
+    assert not {"width", "heads", "layers", "hidden", "vocabulary", "num_kv_heads", "activation"} & told.keys()
+    made.hidden_act = "relu"
+    assert (made.num_key_value_heads, made.hidden_act, made.activation) == (2, "relu", "relu")
+    rotary: Any = {"kind": "language", "rope_theta": 5e5}
+    assert MGKConfig(**rotary).to_model().positions == "rotary"  # type: ignore[union-attr]
+
+
+def test_folders_with_our_names_or_unknown_fields_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As 0.2 wrote them, or with a note that somebody added; a field that has no effect is not passed over silently."""
+    logging.enable_propagation()
+    old = {"model_type": "mgk", "kind": "language", "width": 24, "heads": 3, "activation": "swiglu", "my_note": "x"}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    found = AutoConfig.from_pretrained(tmp_path)
+    assert (found.hidden_size, found.num_attention_heads, found.hidden_act) == (24, 3, "silu")
+    assert found.my_note == "x"
+    assert "my_note: no field of MGKConfig" in caplog.text
+    found.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path, num_hidden_layers=5).layers == 5
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -55,6 +96,16 @@ def test_names_of_transformers_are_aliases() -> None:
         ({"max_length": 100}, "max_length: is called max_position_embeddings"),
         ({"heads": 0}, "heads: expected at least 1, got 0"),
         ({"attention": "flash"}, "attention: expected one of"),
+        ({"num_layers": 2}, "num_layers: no such field; did you mean layers?"),
+        ({"num_heads": 2}, "num_heads: no such field; did you mean heads?"),
+        ({"variant": "softmax"}, "variant: no such field; did you mean attention?"),
+        ({"d_model": 12}, "d_model: no such field; did you mean width?"),
+        ({"hidden_siez": 12}, "hidden_siez: no such field; did you mean hidden_size?"),
+        ({"experts": 8}, "experts: no such field; it has activation, "),
+        ({"hidden_act": "mish"}, "hidden_act: expected one of gelu, relu, silu, got 'mish'"),
+        ({"sliding_window": 128}, "sliding_window: expected None, models of mgk have no window, got 128"),
+        ({"rope_parameters": {"beta": 1}}, "rope_parameters: expected any of"),
+        ({"width": 8, "hidden_size": 12}, "hidden_size: expected the value of width, another name of it, 8, got 12"),
     ],
 )
 def test_a_wrong_field_is_an_error(given: dict[str, Any], message: str) -> None:

@@ -264,7 +264,7 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
 def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
     make("classifier").save_pretrained(tmp_path)
     (tmp_path / SUMS).unlink()
-    told = json.loads((tmp_path / "config.json").read_text()) | {"width": 16}
+    told = json.loads((tmp_path / "config.json").read_text()) | {"hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(told))
     with pytest.raises(RuntimeError, match="mismatch"):
         MGKForSequenceClassification.from_pretrained(tmp_path)

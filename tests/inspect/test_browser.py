@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mgk.inspect import Chart, Model, Series, Table, Text, page
+from mgk.inspect import Answer, Bar, Bars, Chart, Model, Series, Table, Text, page
 from tests.inspect.common import WICKED, attention, factors, pattern
 from tests.inspect.conftest import settle
 
 Show = Callable[..., Any]
 SIZE = 24
+FIRST = "#show=0.0.0,1.0.0"  # the first head of both models, no token; without an address the page chooses both
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,32 @@ def test_opens_with_two_models_side_by_side(show: Show, two: Any) -> None:
     assert tab.locator(".thumb").count() == 2 * 4 + 2 * 2
     painted = tab.evaluate("[...document.querySelectorAll('.thumb canvas')].every((c) => c.width === 24)")
     assert painted
-    assert tab.locator(".panel").nth(1).locator(".components tbody tr").count() == 2
+    assert tab.locator(".panel").nth(1).locator(".components thead th").all_text_contents() == ["Component", "1", "2"]
+
+
+def test_the_first_screen_explains_itself(show: Show) -> None:
+    """One sentence per part, a chosen token, the prediction and the true value; the toolbar is above the maps."""
+    weights = torch.full((2, 2, 8, 8), 1 / 8)
+    weights[1, 1] = torch.eye(8)
+    weights[1, 1, 6] = torch.eye(8)[1]  # the only query that attends far from itself
+    answer = Answer("value", [("7", 0.75), ("3", 0.2)], "7")
+    models = [
+        Model.of_weights(name, list("abcdefgh"), weights, answer=each)
+        for name, each in (("right", answer), ("wrong", replace(answer, truth="3")))
+    ]
+    tab = show(page(models, report=[Text("above")]))
+    assert "(the query)" in tab.locator("#intro").text_content()
+    assert tab.locator(".where:visible").all_text_contents() == ["Layer 2 · Head 2"] * 2
+    assert tab.locator(".strip .here").all_text_contents() == ["g", "g"]
+    for section in (".heads", ".middle", ".text"):
+        assert tab.locator(f".panel:first-child {section} .say").is_visible()
+    first, second = tab.locator(".answer").all_text_contents()
+    assert first == "Predicted value: 7 75 %, then 3 20 %. True value: 7 ✓ right"
+    assert second.endswith("True value: 3 ✗ wrong")
+    boxes = {name: tab.locator(name).bounding_box() for name in ("#report", ".tools", "#panels")}
+    assert boxes["#report"]["y"] < boxes[".tools"]["y"] < boxes["#panels"]["y"]
+    gap = boxes["#panels"]["y"] - boxes[".tools"]["y"] - boxes[".tools"]["height"]
+    assert abs(gap) < 2  # next to what it changes
 
 
 def test_pixels_of_a_known_map(show: Show) -> None:
@@ -147,7 +175,7 @@ def test_lists_name_the_largest(show: Show) -> None:
     model = attention("smgk", 1, SIZE, layers=1)
     weights = factors(model).rows().weights
     tab = show(page([model]), at="#token=5")
-    for title, values in (("Attends to", weights[5]), ("Attended to by", weights[:, 5])):
+    for title, values in (("t5 reads", weights[5]), ("t5 is read by", weights[:, 5])):
         items = tab.locator(".lists > div", has_text=title)
         best = values.topk(8)
         assert [int(text) for text in items.locator(".index").all_text_contents()] == best.indices.tolist()
@@ -160,7 +188,7 @@ def test_lists_name_the_largest(show: Show) -> None:
 
 
 def test_clicks_choose_heads_and_tokens(show: Show, two: Any) -> None:
-    tab = show(two)
+    tab = show(two, at=FIRST)
     tab.locator(".panel").nth(1).get_by_label("Layer 2, head 2", exact=True).click()
     assert "show=0.0.0,1.1.1" in address(tab)
     assert "active=1" in address(tab)
@@ -196,7 +224,7 @@ def test_clicking_the_map_chooses_the_query(show: Show, two: Any) -> None:
 
 def test_keyboard(show: Show, two: Any) -> None:
     """Heads, layers, views, tokens, panels and models without a mouse."""
-    tab = show(two)
+    tab = show(two, at=FIRST)
     steps = [
         ("ArrowRight", "show=0.0.1,1.0.0"), ("ArrowDown", "show=0.1.1,1.0.0"), ("ArrowUp", "show=0.0.1,1.0.0"),
         ("ArrowLeft", "show=0.0.0,1.0.0"), ("ArrowLeft", "show=0.0.0,1.0.0"), ("a", "active=1"),
@@ -218,10 +246,10 @@ def test_keyboard(show: Show, two: Any) -> None:
 
 
 def test_pin_and_close(show: Show) -> None:
-    """With one model, "Pin" keeps this head and opens a second panel."""
-    tab = show(page([attention("smgk", 3, SIZE)]))
+    """With one model, "Compare two heads" keeps this head and opens a second panel."""
+    tab = show(page([attention("smgk", 3, SIZE)]), at="#show=0.0.0")
     assert tab.locator(".panel:visible").count() == 1
-    tab.get_by_role("button", name="Pin").click()
+    tab.get_by_role("button", name="Compare two heads").click()
     tab.keyboard.press("ArrowRight")
     assert "show=0.0.0,0.0.1" in address(tab)
     settle(tab)
@@ -264,7 +292,7 @@ def test_the_address_restores_the_view(show: Show, two: Any) -> None:
 def test_a_broken_address_breaks_nothing(show: Show, two: Any, at: str) -> None:
     tab = show(two, at=at)
     assert tab.locator(".panel:visible").count() in (1, 2)
-    assert pressed(tab, "#views") == ["Total"]
+    assert pressed(tab, "#views") == ["Attention"]
 
 
 def test_a_changed_address_is_followed(show: Show, two: Any) -> None:
@@ -275,7 +303,7 @@ def test_a_changed_address_is_followed(show: Show, two: Any) -> None:
 
 
 def test_finding_tokens(show: Show, two: Any) -> None:
-    tab = show(two)
+    tab = show(two, at=FIRST)
     tab.keyboard.press("/")
     tab.keyboard.type("t1")
     assert "token=1" in address(tab)
@@ -350,7 +378,7 @@ def test_the_wheel_scrolls_the_page(show: Show, two: Any) -> None:
 
 
 def test_wheel_and_drag_move_the_window(show: Show, two: Any) -> None:
-    tab = show(two)
+    tab = show(two, at=FIRST)
     point(tab, 12, 12, SIZE)
     tab.keyboard.down("Control")
     tab.mouse.wheel(0, -300)
@@ -368,7 +396,7 @@ def test_wheel_and_drag_move_the_window(show: Show, two: Any) -> None:
 
 def test_export(show: Show, two: Any) -> None:
     """Both maps as PNG and as SVG that parses, with their titles."""
-    tab = show(two, at="#view=gamma&zoom=0_0.5_0_0.5")
+    tab = show(two, at=f"{FIRST}&view=gamma&zoom=0_0.5_0_0.5")
     with tab.expect_download() as download:
         tab.get_by_role("button", name="PNG").click()
     data = download.value.path().read_bytes()
@@ -392,15 +420,17 @@ def test_any_text_shows_as_text(show: Show) -> None:
     text = WICKED.replace("\ud800", "")
     tokens = [text, "<img src=x onerror=alert(2)>", "😀", "ש", "", "\n", " ", "x" * 100_000]
     model = Model.of_weights(text, tokens, pattern()[None, None], note=text, unseen=text * 500)
-    chart = Chart([Series(text, [0, 1], [0, 1])], text, text, text)
-    made = page([model], title=text, report=[Text(text, text), Table([text], [[text]]), chart])
+    model = replace(model, answer=Answer(text, [(text, 0.5), ("<b>", 0.5)], text))
+    chart = Chart([Series(text, [0, 1], [0, 1])], text, text, text, note=text)
+    bars = Bars([Bar(text, 1, text, 0, 2)], text, text)
+    made = page([model], title=text, report=[Text(text, text), Table([text], [[text]]), chart, bars])
     tab = show(made, at="#token=1")
     assert tab.locator("h1").text_content() == text.replace("\x00", "\ufffd").replace("\x07", "\ufffd")
     assert (
         tab.locator(".strip").text_content().replace("\ufffd", "\x00")
         == "".join(tokens).replace("\n", "↵\n") + text * 500
     )
-    assert tab.locator(".strip img, .strip b, h1 script").count() == 0
+    assert tab.locator(".strip img, .strip b, h1 script, .answer b, .barlist :is(script, dt b)").count() == 0
     point(tab, 3, 4, 8)
     tab.locator("#tip:not([hidden])", has_text="ש +1").wait_for()
     with tab.expect_download() as download:
@@ -449,6 +479,28 @@ def test_a_phone(show: Show, two: Any) -> None:
     assert "token=3" in address(tab)
 
 
+def test_a_phone_has_no_blank_gaps(show: Show, two: Any) -> None:
+    """Toolbar and table are usable: nothing is cut off, and no part of a panel is far from the part above it."""
+    table = Table(["model", *(f"column {i}" for i in range(9))], [["a", *"123456789"]], "Scores")
+    bars = Bars([Bar("a model with a long name", 2, "2.00 ± 1.00 GFLOPs", 1, 3)], "Costs", "What it takes.")
+    made = page([attention("softmax", 4, SIZE), attention("smgk", 2, SIZE)], report=[bars, table])
+    tab = show(made, width=390, height=844, has_touch=True, is_mobile=True)
+    assert tab.evaluate("document.scrollingElement.scrollWidth") <= 390
+    for button in tab.locator(".tools button:visible, .barlist b").all():
+        box = button.bounding_box()
+        assert button.evaluate("(e) => e.scrollWidth <= e.clientWidth")
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+    scroll = tab.locator(".scroll")
+    assert scroll.evaluate("(e) => e.scrollWidth > e.clientWidth && getComputedStyle(e).overflowX === 'auto'")
+    for panel in range(2):
+        parts = tab.locator(".panel").nth(panel).locator(":scope > header, section:visible, details")
+        boxes = sorted((part.bounding_box() for part in parts.all()), key=lambda box: float(box["y"]))
+        gaps = [b["y"] - a["y"] - a["height"] for a, b in itertools.pairwise(boxes)]
+        assert len(gaps) == 5
+        assert 0 <= min(gaps) <= max(gaps) <= 24
+
+
 def test_theme_follows_the_system_and_can_be_changed(show: Show, two: Any) -> None:
     tab = show(two, color_scheme="dark")
     assert tab.locator("html").get_attribute("data-theme") == "dark"
@@ -473,8 +525,38 @@ def test_report(show: Show) -> None:
     assert tab.locator("#report td").all_text_contents() == ["a", "1"]
     assert tab.locator("#report path.curve").count() == 4  # two lines, two keys
     tab.locator(".chart").hover()
-    assert "a 2" in tab.locator(".readout").text_content()
-    assert not tab.locator(".tools").is_visible()
+    assert tab.locator(".readout").text_content() == "step 10: a 2, b 10"
+    assert not tab.locator("#explorer").is_visible()
+
+
+def test_bars_start_at_zero_and_show_intervals(show: Show) -> None:
+    """Lengths are in proportion to the values, the number is written as given, and the interval lies around the end."""
+    bars = Bars([Bar("a", 50, "50.0 ± 10.0 %", 40, 60), Bar("b", 25, "25.0 %")], "Accuracy", "Higher is better.")
+    tab = show(page([], report=[bars]))
+    assert tab.locator(".barlist dt").all_text_contents() == ["a", "b"]
+    assert tab.locator(".barlist b").all_text_contents() == ["50.0 ± 10.0 %", "25.0 %"]
+    assert tab.locator(".block .say").text_content() == "Higher is better."
+    track = tab.locator(".track").first.bounding_box()
+    widths = [box.bounding_box()["width"] for box in tab.locator(".filled").all()]
+    assert widths == pytest.approx([track["width"] * 50 / 60, track["width"] * 25 / 60], abs=0.5)
+    (whisker,) = (box.bounding_box() for box in tab.locator(".whisker").all())
+    assert whisker["x"] - track["x"] == pytest.approx(track["width"] * 40 / 60, abs=0.5)
+    assert whisker["width"] == pytest.approx(track["width"] * 20 / 60, abs=0.5)
+
+
+def test_a_chart_shows_exact_values_and_bands(show: Show) -> None:
+    """The nearest step with its digits, and only the lines that have a point there."""
+    lines = [
+        Series("a", [12_345, 12_346], [1.0, 2.0], [0.5, 1.5], [1.5, 2.5]),
+        Series("b", [12_345], [3.0]),
+    ]
+    tab = show(page([], report=[Chart(lines, "Loss", "step", "loss")]))
+    assert tab.locator("path.band").count() == 1
+    box = tab.locator(".chart").bounding_box()
+    tab.mouse.move(box["x"] + box["width"] - 5, box["y"] + 60)
+    assert tab.locator(".readout").text_content() == "step 12,346: a 2 (1.5 to 2.5)"
+    tab.mouse.move(box["x"] + 60, box["y"] + 60)
+    assert tab.locator(".readout").text_content() == "step 12,345: a 1 (0.5 to 1.5), b 3"
 
 
 def test_a_report_of_many_points(show: Show) -> None:

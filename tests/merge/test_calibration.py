@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mgk.merge import merge_heads
-from mgk.merge.foreign import IMPLEMENTATION
-from mgk.merge.heads import attention
+from mgk.merge.attention import IMPLEMENTATION
+from mgk.merge.calibration import attention
 from mgk.merge.layers import OwnLayer, layers_of
 from mgk.nn import AttentionInputs, MixtureAttention
 from mgk.nn.operators import attention_weights

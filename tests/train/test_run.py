@@ -73,9 +73,9 @@ def test_a_second_process_is_told_who_trains_the_run(data_root: Path, tmp_path: 
     process = context.Process(target=wait_in_a_step, args=(tmp_path / "run", data_root, there))
     process.start()
     number = here.recv()
-    for options in ({"resume": True}, {"resume": False}):
+    for resume in (True, False):
         with pytest.raises(ValueError, match=r"holds a run already|trains this run") as error:
-            train(tiny(seed=1), tmp_path / "run", data_root=data_root, **options)
+            train(tiny(seed=1), tmp_path / "run", data_root=data_root, resume=resume)
     with pytest.raises(ValueError, match=rf"/run: process {number} on \S+ trains this run; wait until it has ended"):
         train(tiny(), tmp_path / "run", data_root=data_root, resume=True)
     assert "\n" not in str(error.value)

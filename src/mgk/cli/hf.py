@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
+from mgk.cli.parsing import Positional, UsageError
 
 
 def generate(
-    run: tyro.conf.Positional[Path],
+    run: Path,
     prompt: str = "",
     tokens: int = 200,
     sample: bool = True,
@@ -39,17 +39,18 @@ def generate(
         seed: seed of the sampling.
         which: which checkpoint of a run.
         device: where to compute.
-        data_root: folder of the prepared data sets, for a run's vocabulary; $MGK_DATA or ~/.cache/mgk/data.
+        data_root: folder of the prepared data sets, for a run's vocabulary; that of the run if not given.
     """
     import torch
 
-    from mgk.hf.generate import load_for_generation, stream, visible
+    from mgk.hf.generate import load_for_generation, stream
     from mgk.ops.arguments import check_count
+    from mgk.train.sample import visible
 
     check_count("--tokens", tokens)
     check_count("--beams", beams)
     if not 0 <= top_p <= 1:
-        raise ValueError(f"--top-p: expected 0 to 1, got {top_p}")
+        raise UsageError(f"--top-p: expected 0 to 1, got {top_p}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
@@ -62,8 +63,8 @@ def generate(
 
 
 def convert(
-    paths: tyro.conf.Positional[tuple[Path, ...]],
-    from_: Annotated[str, tyro.conf.arg(name="from")] = "",
+    paths: Positional[tuple[Path, ...]],
+    from_: str = "",
     heads_to_mixtures: bool = False,
     drop: bool = False,
     text: Path | None = None,
@@ -103,17 +104,17 @@ def convert(
         which: which checkpoint of a run.
         state: convert the optimiser's state of a run too.
         data: name of the data set, for a folder that was not converted from a run.
-        data_root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
+        data_root: folder of the prepared data sets; that of the run if not given.
     """
     from mgk.hf import convert as files
 
     if len(paths) != (1 if from_ else 2):
         wanted = "the folder to write" if from_ else "what to convert and the folder to write"
-        raise ValueError(f"PATHS: expected {wanted}, got {len(paths)} paths")
+        raise UsageError(f"PATHS: expected {wanted}, got {len(paths)} paths")
     *sources, out = paths
     if from_:
         if not heads_to_mixtures and not drop:
-            raise ValueError("--from: expected --heads-to-mixtures (or --drop) with it, got neither")
+            raise UsageError("--from: expected --heads-to-mixtures (or --drop) with it, got neither")
         from mgk.hf.halve import halve
 
         halve(

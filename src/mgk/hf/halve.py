@@ -21,7 +21,7 @@ from mgk.merge.sums import write_sums
 from mgk.ops.arguments import check_count
 from mgk.train import config as run_config
 from mgk.train.config import Config
-from mgk.train.data import Source
+from mgk.train.data import Source, root_of
 
 Batch = dict[str, Any]
 MEASURED = 32  # batches of an evaluation
@@ -48,7 +48,7 @@ def halve(
     out, folder = empty(out), Path(model_name)
     settings, tokenizer = None, None
     if is_run(folder):
-        settings = run_config.read(folder / "config.json")
+        settings, data_root = run_config.read(folder / "config.json"), root_of(folder, data_root)
         model: Any = from_run(folder, which)
         texts = texts_of_run(settings, data_root, windows, length)
     else:

@@ -47,14 +47,20 @@ class Classifier(nn.Module):
             mask: (B,N), True for real tokens.
             positions: (B,N); None is 0, 1, ...
         """
-        return self.classifier(self.pooled(tokens, mask, positions))  # type: ignore[no-any-return]
+        return self.head(self.pooled(tokens, mask, positions))
+
+    def head(self, pooled: Float[Tensor, "b e"]) -> Float[Tensor, "b c"]:
+        """Return the logits of pooled encodings."""
+        return self.classifier(pooled)  # type: ignore[no-any-return]
 
     def pooled(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Return the mean encoding of the real tokens (B,E), or their sum / max_length (pooling="padded")."""
         x, packing = self.encoder.rows(tokens, mask, positions)
-        if packing is not None:
-            total = packing.sum(x)
-        else:
+        return self.mean(x, mask, None if packing is None else packing.sum(x))
+
+    def mean(self, x: Float[Tensor, "b n e"], mask: Tensor | None, total: Tensor | None = None) -> Tensor:
+        """Return `pooled` of encodings; `total` is their sum, if it is known."""
+        if total is None:
             total = (x if mask is None else x.masked_fill(~mask[..., None], 0)).sum(1)
         if self.config.pooling == "padded":
             return total / self.config.max_length
@@ -87,7 +93,11 @@ class Matcher(Classifier):
         documents = (
             part if part is None or part.dim() == 1 else part.flatten(0, 1) for part in (tokens, mask, positions)
         )
-        first, second = self.pooled(*documents).view(len(pairs), 2, -1).unbind(1)  # type: ignore[arg-type]
+        return self.head(self.pooled(*documents))  # type: ignore[arg-type]
+
+    def head(self, pooled: Float[Tensor, "2b e"]) -> Float[Tensor, "b c"]:
+        """Return the logits of the pooled encodings of both documents of each pair, one after the other."""
+        first, second = pooled.unflatten(0, (-1, 2)).unbind(1)  # type: ignore[no-untyped-call]
         joined = torch.cat((first, second, first * second, first - second), -1)
         return self.classifier(joined)  # type: ignore[no-any-return]
 

@@ -29,7 +29,7 @@ class TransformerConfig:
     prior: Prior = "sgd"
     """Priors of the components: learned, updated by an M-step in every training step (mgk, smgk), or none."""
     prior_positions: int | None = None
-    """With prior=em: a prior for each of the first prior_positions key positions, instead of one for all."""
+    """With prior=em: a prior for each of so many key positions; None is one prior for all positions."""
     prior_momentum: float = 0.0
     """With prior=em: the weight of the old prior in an update."""
     learn_variance: bool = False
@@ -37,7 +37,7 @@ class TransformerConfig:
     means: Literal["sgd", "em"] = "sgd"
     """Shifts of the components: learned, or updated with the variances by an M-step in every training step (smgk)."""
     mixing: Literal["features", "keys"] = "features"
-    """For mlk and smlk: mix after the feature map, or before it, as in the authors' LRA code."""
+    """For mlk and smlk: mix after the feature map, or before it; keys is the authors' LRA code."""
     feature_map: FeatureMapName = "elu"
     """Feature map of the linear family; favor is the Performer's."""
     attention_bias: bool = True
@@ -110,7 +110,7 @@ class TokenConfig(TransformerConfig):
     rope_theta: float = BASE
     """With positions=rotary: the base of the frequencies."""
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
-    """With positions=rotary: how the frequencies are lowered for texts longer than those trained on."""
+    """With positions=rotary: how frequencies are lowered for long texts."""
     rope_factor: float = 1.0
     """With rope_type: how many times longer the texts are."""
     rope_original_length: int | None = None
@@ -249,4 +249,35 @@ class VisionConfig(TransformerConfig):
             raise ValueError(f"patch_size: expected a divisor of image_size = {self.image_size}, got {self.patch_size}")
 
 
-ModelConfig = ClassifierConfig | MatcherConfig | LanguageModelConfig | VisionConfig
+@dataclass(frozen=True)
+class TranslatorConfig(TokenConfig):
+    """Encoder-decoder for translation. The defaults are those of the recipe multi30k."""
+
+    attention_bias: bool = False
+    """Biases in the four projections of an attention layer."""
+    layers: int = 3
+    """Layers of the encoder."""
+    decoder_layers: int = 3
+    """Layers of the decoder."""
+    width: int = 256
+    """Width of the model."""
+    hidden: int = 1024
+    """Hidden width of the feed-forward part of a layer."""
+    attention_dropout: float = 0.0
+    """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
+    vocabulary: int = 10_000
+    """Number of tokens, of both languages; token 0 begins and ends a sentence."""
+    max_length: int = 128
+    """Longest source and target, in tokens; longer ones are cut."""
+    positions: Literal["learned", "sinusoidal", "rotary"] = "sinusoidal"
+    """How positions are encoded; a translator has sinusoidal ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positions != "sinusoidal":
+            raise ValueError(f"positions: expected sinusoidal for a translator, got {self.positions}")
+        if self.prior_positions is not None:
+            raise ValueError(f"prior_positions: expected None for a translator, got {self.prior_positions}")
+
+
+ModelConfig = ClassifierConfig | MatcherConfig | LanguageModelConfig | VisionConfig | TranslatorConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mgk.models.config import TransformerConfig
+from mgk.models.config import TransformerConfig, TranslatorConfig
 from mgk.nn.block import GATED
 from mgk.ops.cost import Dimensions, Flops, attention_flops, parameters, projection_flops
 
@@ -65,4 +65,16 @@ def dimensions(
         window=window,
         e_step=config.e_step,
         kv_heads=config.num_kv_heads,
+    )
+
+
+def translator_flops(config: TranslatorConfig) -> Flops:
+    """Return the FLOPs of all layers of a translator, for a source and a target of full length."""
+    positions = config.max_length
+    encoder = stack_flops(config, positions, causal=False)
+    own, across = layer_flops(config, positions, causal=True), dimensions(config, positions)
+    parts = [own, attention_flops(across), projection_flops(across)]
+    return Flops(
+        encoder.forward + config.decoder_layers * sum(part.forward for part in parts),
+        encoder.backward + config.decoder_layers * sum(part.backward for part in parts),
     )

@@ -22,6 +22,7 @@ from mgk.nn import (
     Stack,
     StackCache,
 )
+from mgk.nn.documents import Documents
 from mgk.nn.embeddings import Embedding
 from mgk.nn.packing import Packing
 from mgk.ops import arguments as check
@@ -35,44 +36,49 @@ if TYPE_CHECKING:
 EMBEDDING_STD = 0.02
 
 
+def make_attention(
+    config: TransformerConfig, *, causal: bool = False, window: int | None = None, rotary_dim: int = 0
+) -> MixtureAttention:
+    """Return the attention of one layer of a configuration."""
+    return MixtureAttention(
+        config.width,
+        config.heads,
+        variant=config.attention,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_components=config.components,
+        e_step=config.e_step,
+        prior=config.prior,
+        causal=causal,
+        window=window,
+        dropout=config.weight_dropout,
+        bias=config.attention_bias,
+        feature_map=config.feature_map,
+        learn_variance=config.learn_variance,
+        prior_positions=config.prior_positions,
+        prior_momentum=config.prior_momentum,
+        means=config.means,
+        mixing=config.mixing,
+        rotary_dim=rotary_dim,
+        qk_norm=config.qk_norm,
+        impl=config.impl,
+    )
+
+
 def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: int = 0) -> Stack:
     """Return the layers of a configuration."""
-    layers = []
-    for window in config.windows:
-        attention = MixtureAttention(
-            config.width,
-            config.heads,
-            variant=config.attention,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_components=config.components,
-            e_step=config.e_step,
-            prior=config.prior,
-            causal=causal,
-            window=window,
-            dropout=config.weight_dropout,
-            bias=config.attention_bias,
-            feature_map=config.feature_map,
-            learn_variance=config.learn_variance,
-            prior_positions=config.prior_positions,
-            prior_momentum=config.prior_momentum,
-            means=config.means,
-            mixing=config.mixing,
-            rotary_dim=rotary_dim,
-            qk_norm=config.qk_norm,
-            impl=config.impl,
+    layers = [
+        Block(
+            make_attention(config, causal=causal, window=window, rotary_dim=rotary_dim),
+            config.hidden,
+            dropout=config.dropout,
+            activation=config.activation,
+            norm=config.norm,
+            norm_type=config.norm_type,
+            bias=config.mlp_bias,
         )
-        layers.append(
-            Block(
-                attention,
-                config.hidden,
-                dropout=config.dropout,
-                activation=config.activation,
-                norm=config.norm,
-                norm_type=config.norm_type,
-                bias=config.mlp_bias,
-            )
-        )
+        for window in config.windows
+    ]
     return Stack(layers, recompute=config.recompute)
 
 
@@ -84,7 +90,7 @@ class TokenEncoder(nn.Module):
 
     def __init__(self, config: TokenConfig, *, causal: bool = False) -> None:
         super().__init__()
-        self.max_length = config.max_length
+        self.max_length, self.width = config.max_length, config.width
         self.ring: Ring | None = None  # see mgk.models.context_parallel
         self.tokens = Embedding(config.embedding_rows, config.width)
         nn.init.normal_(self.tokens.weight, std=EMBEDDING_STD)
@@ -106,39 +112,45 @@ class TokenEncoder(nn.Module):
 
     def forward(
         self,
-        tokens: Int[Tensor, "b n"] | Int[Tensor, " t"],
+        tokens: Int[Tensor, "b n"] | Int[Tensor, " t"] | Float[Tensor, "b n e"],
         mask: Bool[Tensor, "b nk"] | None = None,
         positions: Int[Tensor, "b n"] | None = None,
         cache: StackCache | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "b n e"]:
         """Return the output of the last layer for every token.
 
         Args:
             tokens: (B,N), of any integer type. Or packed, (T,): the tokens where `mask` is True, one after the other,
-                and any tokens behind them. Layers then do not compute padding.
+                and any tokens behind them. Layers then do not compute padding. Or embeddings (B,N,E) as those of
+                `self.tokens`, before positions are added.
             mask: (B,Nk), True for real tokens; with a cache it covers the cached tokens and the new ones.
             positions: (B,N), of the new tokens; None continues from the cache.
             cache: from `new_cache`, with the tokens before these.
+            documents: the documents in the rows, instead of a mask and a cache. The positions of each start again.
         """
-        x, packing = self.rows(tokens, mask, positions, cache)
+        x, packing = self.rows(tokens, mask, positions, cache, documents)
         return x if packing is None else packing.unpack(x)
 
     def rows(
         self,
-        tokens: Int[Tensor, "b n"] | Int[Tensor, " t"],
+        tokens: Int[Tensor, "b n"] | Int[Tensor, " t"] | Float[Tensor, "b n e"],
         mask: Bool[Tensor, "b nk"] | None = None,
         positions: Int[Tensor, "b n"] | None = None,
         cache: StackCache | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Float[Tensor, "b n e"] | Float[Tensor, "t e"], Packing | None]:
         """Like `forward`, but the output of packed tokens stays packed. The second result is their packing, or None."""
         start = 0 if cache is None else cache.length
+        if documents is not None and (mask is not None or cache is not None or positions is None):
+            raise ValueError("documents: expected positions beside them, and neither a mask nor a cache, got others")
         if positions is None and self.ring is not None:
             positions = self._ring_positions(self.ring, tokens, mask)
         if positions is None and cache is not None and isinstance(tokens, Tensor) and len(tokens) == cache.batch_size:
             positions = cache.positions(tokens.shape[-1])
         length = self._check(tokens, mask, positions, start)
         packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
-        x = look_up("tokens", self.tokens, tokens.long())
+        x = tokens if tokens.is_floating_point() else look_up("tokens", self.tokens, tokens.long())
         x = x if self.scale == 1 else x * self.scale
         rotary = None
         if isinstance(self.positions, RotaryPositions):
@@ -147,7 +159,7 @@ class TokenEncoder(nn.Module):
             added = self._added_positions(positions, start, length, x)
             x = x + (added if packing is None else packing.pack(added.expand(*packing.shape, -1)))
         padding = None if mask is None or packing is not None else ~mask
-        return self.stack(self.dropout(x), padding, rotary, cache, packing), packing
+        return self.stack(self.dropout(x), padding, rotary, cache, packing or documents), packing
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
@@ -191,7 +203,11 @@ class TokenEncoder(nn.Module):
         if isinstance(tokens, Tensor) and tokens.dim() == 1 and isinstance(mask, Tensor):
             shape = check_packed(tokens, mask, positions, start)
         else:
-            tokens = check_integers("tokens", tokens, None)
+            if isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.dim() == 3:
+                check.check_shape("tokens", tokens, "B,N,E", (*tokens.shape[:2], self.width))
+                tokens = tokens[..., 0]
+            else:
+                tokens = check_integers("tokens", tokens, None)
             shape = len(tokens), tokens.shape[1]
             check.check_mask("mask", mask, "B,Nk", (shape[0], start + shape[1]), tokens)
         if positions is not None:

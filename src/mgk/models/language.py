@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mgk.models.config import LanguageModelConfig
 from mgk.models.encoder import TokenEncoder, count_real
 from mgk.nn import PagedCache, StackCache, TiedSoftmax
+from mgk.nn.documents import Documents
 from mgk.nn.output import IGNORE
 from mgk.ops.linear import never_waits
 from mgk.variants import LINEAR
@@ -108,11 +109,12 @@ class LanguageModel(nn.Module):
         positions: Tensor | None = None,
         cache: StackCache | None = None,
         last: int | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "b n e"]:
-        """Return the hidden states that the output layer reads."""
+        """Return the hidden states that the output layer reads; see `TokenEncoder.forward`."""
         if positions is None and mask is not None and self.encoder.ring is None:
             positions = count_real(mask)[:, -tokens.shape[1] :]
-        x = self.encoder(tokens, mask, positions, cache)
+        x = self.encoder(tokens, mask, positions, cache, documents)
         return self.dropout(x if last is None else x[:, -last:])  # type: ignore[no-any-return]
 
     @torch.no_grad()

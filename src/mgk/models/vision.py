@@ -41,6 +41,10 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixels: Float[Tensor, "b c s s"]) -> Float[Tensor, "b k"]:
         """Return the logits."""
+        return self.classifier(self.pooled(self.hidden(pixels)))  # type: ignore[no-any-return]
+
+    def hidden(self, pixels: Float[Tensor, "b c s s"]) -> Float[Tensor, "b n e"]:
+        """Return the output of the last layer for every patch, after that of the class token if there is one."""
         c = self.config
         pixels = check.check_tensor("pixels", pixels, "B,C,S,S")
         check.check_shape("pixels", pixels, "B,C,S,S", (len(pixels), c.channels, c.image_size, c.image_size))
@@ -49,8 +53,11 @@ class VisionTransformer(nn.Module):
         x = self.patches(grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
         if self.class_token is not None:
             x = torch.cat((self.class_token.to(x.dtype).expand(len(x), 1, -1), x), 1)
-        x = self.stack(self.dropout(x + self.positions))
-        return self.classifier(x.mean(1) if self.class_token is None else x[:, 0])  # type: ignore[no-any-return]
+        return self.stack(self.dropout(x + self.positions))  # type: ignore[no-any-return]
+
+    def pooled(self, hidden: Float[Tensor, "b n e"]) -> Float[Tensor, "b e"]:
+        """Return what the classifier reads: the mean over the patches, or the class token."""
+        return hidden.mean(1) if self.class_token is None else hidden[:, 0]
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the loss of a batch with "pixels" and "label"."""

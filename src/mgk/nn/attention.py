@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mgk.nn import arguments, context_parallel, operators
+from mgk.nn import arguments, context_parallel, operators, packed
 from mgk.nn.cache import KeyValueCache, StateCache, WindowCache
+from mgk.nn.documents import Documents
 from mgk.nn.embeddings import Rotation, pad_shift, rotate
 from mgk.nn.m_step import m_step
 from mgk.nn.norm import RMSNorm
@@ -43,7 +44,7 @@ class MixtureAttention(nn.Module):
     | variant   | A[i,j] is proportional to                  | keys                |
     | --------- | ------------------------------------------ | ------------------- |
     | `softmax` | exp(q_i.k_j / sqrt(D))                     | k_j = x_j W         |
-    | `mgk`     | sum_r prior_r exp(-|q_i - k_jr|^2 / 2 s2)  | k_jr = x_j W_r      |
+    | `mgk`     | `sum_r prior_r exp(-|q_i - k_jr|^2 / 2 s2)`| k_jr = x_j W_r      |
     | `smgk`    | the same                                   | k_jr = x_j W + b_r  |
     | `linear`  | phi(q_i).phi(k_j)                          | k_j = x_j W         |
     | `mlk`     | sum_r prior_r phi(q_i).phi(k_jr)           | k_jr = x_j W_r      |
@@ -249,7 +250,7 @@ class MixtureAttention(nn.Module):
         cache: KeyValueCache | StateCache | None = None,
         query_padding_mask: Bool[Tensor, "b nq"] | Bool[Tensor, " nq"] | None = None,
         rotary: Rotation | None = None,
-        packing: Packing | None = None,
+        packing: Packing | Documents | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention of `query`, or cross-attention to `key` and `value`.
 
@@ -268,8 +269,8 @@ class MixtureAttention(nn.Module):
             is_causal: a query sees the keys up to its own position; the last query sees every key.
             cache: from `new_cache`. `query` holds the positions after the cached ones and is added to the cache. Such
                 a call is causal, has no gradient, and makes no M-step.
-            packing: describes a packed batch: `query` and the output are (T,E). Only `is_causal` and `rotary` can be
-                used with it.
+            packing: describes a packed batch: `query` and the output are (T,E), or (B,N,E) for `Documents`. Only
+                `is_causal` and `rotary` can be used with it.
 
         Returns:
             The output (B,Nq,E), and A as (B,Nq,Nk) or (B,H,Nq,Nk) if `need_weights`, else None.
@@ -281,7 +282,7 @@ class MixtureAttention(nn.Module):
             others = (key, value, key_padding_mask, attn_mask, cache, query_padding_mask)
             if need_weights or any(other is not None for other in others):
                 raise ValueError("packing: expected at most is_causal and rotary beside query and packing, got more")
-            return self._forward_packed(query, packing, is_causal or self.causal, rotary), None
+            return packed.forward(self, query, packing, is_causal or self.causal, rotary), None
         if key is None and value is not None:
             raise ValueError("value: expected None where key is None, got a tensor")
         is_self = key is None or key is query
@@ -343,35 +344,13 @@ class MixtureAttention(nn.Module):
         window = "" if self.window is None else f", window={self.window}"
         return text + f", causal={self.causal}{window}, dropout={self.dropout}"
 
-    def _forward_packed(
-        self, x: Float[Tensor, "t e"], packing: Packing, is_causal: bool, rotary: Rotation | None
-    ) -> Float[Tensor, "t e"]:
-        """Self-attention of a packed batch. It is padded only for operators that cannot read packed rows."""
-        x = check.check_tensor("query", x, "T,E")[None]
-        arguments.check_inputs(self, x, x, x)
-        arguments.check_positions(self.log_prior, packing.max_seqlen)
-        arguments.check_rotation(rotary, self.rotary_dim, packing.shape, self.head_dim, True)
-        padded = self._attention_hooks or self._makes_m_step or rotary is not None
-        if not padded and operators.can_attend_packed(self, x, is_causal):
-            inputs = self._inputs(*project(self, x, x, x), is_causal, None, None, self.window)
-            heads = operators.attend_packed(inputs, packing)
-            return self.out_proj(heads.transpose(1, 2).flatten(2).squeeze(0))  # type: ignore[no-any-return]
-        q, k, v = project(self, x, x, x, packing)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        inputs = self._inputs(q, k, v, is_causal, packing.mask, packing.mask, self.window)
-        heads = self._attend(inputs)
-        if self._makes_m_step:
-            m_step(self, inputs, packing.mask)
-        return self.out_proj(packing.pack(heads.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
-
     def _inputs(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None,
         query_mask: Tensor | None, window: int | None, num_keys: int = 0,
     ) -> AttentionInputs:  # fmt: skip
         """`num_keys`: the positions so far, of which `key` may be only the last ones."""
         log_prior, shift, log_variance = local_part(self.log_prior), self.key_shift, local_part(self.log_variance)
-        if self.mixing == "keys":  # `_project` has mixed the keys
+        if self.mixing == "keys":  # `project` has mixed the keys
             log_prior = shift = None
         if log_prior is not None and log_prior.dim() == 3:
             last = max(num_keys, key.shape[-2])

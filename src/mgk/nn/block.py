@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.cache import KeyValueCache, StackCache, StateCache
+from mgk.nn.documents import Documents
 from mgk.nn.dropout import relu_dropout
 from mgk.nn.embeddings import Rotation
 from mgk.nn.norm import make_norm
@@ -69,16 +70,16 @@ class Block(nn.Module):
         padding: Bool[Tensor, "b nk"] | None = None,
         rotary: Rotation | None = None,
         cache: KeyValueCache | StateCache | None = None,
-        packing: Packing | None = None,
+        packing: Packing | Documents | None = None,
     ) -> Float[Tensor, "b n e"] | Float[Tensor, "t e"]:
         """Apply the layer.
 
         Args:
-            x: (B,N,E), or (T,E) with `packing`.
+            x: (B,N,E), or (T,E) with a `Packing`.
             padding: (B,Nk), True where a position is padding; the output there is undefined.
             rotary: the rotation of the positions, for an attention with rotary positions.
             cache: from `attention.new_cache`, with the positions before x.
-            packing: describes a packed batch; it replaces `padding`.
+            packing: describes a packed batch, or the documents in x; it replaces `padding`.
         """
         if self.norm == "pre":
             x = x + self.dropout(self._attend(self.attention_norm(x), padding, rotary, cache, packing))
@@ -88,7 +89,7 @@ class Block(nn.Module):
 
     def _attend(
         self, x: Tensor, padding: Tensor | None, rotary: Rotation | None, cache: KeyValueCache | StateCache | None,
-        packing: Packing | None,
+        packing: Packing | Documents | None,
     ) -> Tensor:  # fmt: skip
         if packing is not None:
             return self.attention(x, rotary=rotary, packing=packing)[0]  # type: ignore[no-any-return]
@@ -156,7 +157,7 @@ class Stack(nn.Module):
         padding: Bool[Tensor, "b nk"] | None = None,
         rotary: Rotation | None = None,
         cache: StackCache | None = None,
-        packing: Packing | None = None,
+        packing: Packing | Documents | None = None,
     ) -> Float[Tensor, "b n e"] | Float[Tensor, "t e"]:
         """Apply all layers; the arguments are those of `Block.forward`."""
         for index, layer in enumerate(self._blocks()):

@@ -62,6 +62,7 @@ def run_jobs(
     *,
     processes: int = 1,
     deadline: Deadline | None = None,
+    needs: Mapping[Key, float] | None = None,
     on_failure: Callable[[Key, str], None] | None = None,
 ) -> dict[Key, T | Failure]:
     """Run jobs in their order and return the outcomes of those that ended; jobs that were stopped have none.
@@ -73,6 +74,7 @@ def run_jobs(
         jobs: functions without arguments, which can be pickled. A job that has stopped early raises `Stop`.
         processes: worker processes at a time.
         deadline: when to stop.
+        needs: minutes that jobs take. A job starts only if so much time is left.
         on_failure: called with the key and the reason of each failure as it happens.
     """
     outcomes: dict[Key, T | Failure] = {}
@@ -89,7 +91,7 @@ def run_jobs(
             key = next(iter(waiting))
             note(key, attempt(waiting.pop(key)))
             usable = release_device()
-        run_in_processes(waiting, processes, deadline or Deadline(), note)
+        run_in_processes(waiting, processes, deadline or Deadline(), needs or {}, note)
     return outcomes
 
 
@@ -101,15 +103,22 @@ def attempt(job: Job[T]) -> T | Failure:
 
 
 def run_in_processes(
-    waiting: dict[Key, Job[T]], processes: int, deadline: Deadline, note: Callable[[Key, T | Failure], None]
+    waiting: dict[Key, Job[T]],
+    processes: int,
+    deadline: Deadline,
+    needs: Mapping[Key, float],
+    note: Callable[[Key, T | Failure], None],
 ) -> None:
+    def possible() -> Iterator[Key]:
+        left = deadline.start_by - time.monotonic()
+        return (key for key in waiting if 60 * needs.get(key, 0.0) < left)
+
     context = multiprocessing.get_context("spawn")
     processes = min(processes, len(waiting))
     running: dict[Any, tuple[Any, Key]] = {}  # by the pipe through which the outcome comes
     try:
         while waiting or running:
-            while waiting and len(running) < processes and time.monotonic() < deadline.start_by:
-                key = next(iter(waiting))
+            while len(running) < processes and (key := next(possible(), None)) is not None:
                 receiver, sender = context.Pipe(duplex=False)
                 worker = context.Process(target=work, args=(sender, processes, waiting.pop(key)))
                 running[receiver] = worker, key

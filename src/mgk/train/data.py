@@ -13,7 +13,8 @@ from mgk.files import read_json
 from mgk.models.config import VisionConfig
 from mgk.train.config import Config
 
-KINDS = {"classifier": "sequences", "matcher": "pairs", "language": "stream", "vision": "images"}
+KINDS = {"classifier": "sequences", "matcher": "pairs", "language": "stream", "vision": "images",
+         "translation": "translations"}  # fmt: skip
 """Kind of the examples for each kind of model."""
 
 

@@ -1,0 +1,194 @@
+"""What all Transformers model classes share, and `MGKModel`, the model without a head.
+
+Each class wraps a module of `mgk.models` as `self.mgk`. A weight has the same name as in a run of `mgk train`, with the
+prefix "mgk.".
+
+B batch, N positions of this call, Nk positions so far, E width of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPoolingAndCrossAttentions,
+)
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from mgk.hf.cache import MGKCache, adopt, stack_of
+from mgk.hf.config import MGKConfig
+from mgk.hf.inputs import Texts, check_options, read_texts
+from mgk.merge.sums import SummedModel
+from mgk.models import build
+from mgk.nn import Block, Stack
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+HEADS = ("output", "lm_head", "classifier")  # modules of `mgk.models` that a base model does not have
+
+
+class MGKPreTrainedModel(SummedModel):
+    """Base class: how the models are built, loaded and initialised."""
+
+    config: MGKConfig
+    config_class = MGKConfig
+    base_model_prefix = ""  # a weight has the same name in all classes
+    kinds: ClassVar[tuple[str, ...]] = ()
+    auto = "AutoModel"
+    pipeline: ClassVar[str]  # the hub's name of the task
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
+    _supports_attention_backend = False
+
+    def __init__(self, config: MGKConfig) -> None:
+        super().__init__(config)
+        if config.kind not in self.kinds:
+            raise ValueError(
+                f"config.kind: expected {' or '.join(self.kinds)} for {type(self).__name__}, got {config.kind}"
+            )
+        self.mgk: Any = self._build(config)
+        self.gradient_checkpointing = config.recompute
+        self._on_meta = any(x.is_meta for x in self.mgk.parameters())  # `from_pretrained` loads the weights afterwards
+        self.post_init()
+
+    def _build(self, config: MGKConfig) -> nn.Module:
+        return build(config.to_model())
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model, from safetensors only: loading never runs code from a file."""
+        kwargs.setdefault("use_safetensors", True)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"{pretrained_model_name_or_path}: damaged weights ({error}); download the file again"
+            ) from None
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Give weights that the file did not contain the initial values of `mgk.models`."""
+        if not self._on_meta:
+            return
+        missing = {name: x for name, x in _tensors(self.mgk) if not getattr(x, "_is_hf_initialized", False)}
+        if missing:
+            fresh = dict(_tensors(self._build(self.config)))
+            for name, tensor in missing.items():
+                tensor.copy_(fresh[name])
+
+    @capture_outputs
+    def encode(
+        self, texts: Texts | None, pixel_values: Tensor | None = None, cache: Cache | None = None, **_: Any
+    ) -> BaseModelOutputWithPast:
+        """Return the states that the head reads, and those of all layers if `output_hidden_states` asks for them."""
+        if texts is None:
+            hidden = self.mgk.hidden(pixel_values)
+        else:
+            tokens, mask, positions, documents = texts
+            encode = partial(self.mgk.hidden, last=None) if self.config.kind == "language" else self.mgk.encoder
+            past = None if cache is None else stack_of(cache)
+            hidden = encode(tokens, mask, positions, past, documents=documents)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+
+    def cache_for(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, given: Cache | None, use_cache: bool | None
+    ) -> Cache | None:
+        """Return the cache of a call, a new one if `use_cache` asks for it."""
+        if given is None and not use_cache:
+            return None
+        if self.config.kind != "language":
+            raise ValueError(f"use_cache: expected False for a model of kind {self.config.kind!r}, which has no cache")
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        fresh = partial(self.mgk.new_cache, 0 if tokens is None else len(tokens))
+        return MGKCache(fresh()) if given is None else adopt(given, fresh)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **__: Any) -> None:
+        self.gradient_checkpointing = enable
+        for module in self.modules():
+            if isinstance(module, Stack):
+                module.recompute = enable
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.mgk.patches if self.config.kind == "vision" else self.mgk.encoder.tokens  # type: ignore[no-any-return]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        if self.config.kind == "vision":
+            self.mgk.patches = value
+        else:
+            self.mgk.encoder.tokens = value
+
+
+class MGKModel(MGKPreTrainedModel):
+    """The model without its head: the last hidden state of every token or patch, and their mean."""
+
+    kinds = ("classifier", "matcher", "language", "vision")
+    _keys_to_ignore_on_load_unexpected = [rf"^mgk\.{head}\." for head in HEADS]  # noqa: RUF012
+
+    def _build(self, config: MGKConfig) -> nn.Module:
+        return without_head(super()._build(config))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "b n"] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "b n e"] | None = None,
+        use_cache: bool | None = None,
+        pixel_values: Float[Tensor, "b c s s"] | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """Return `last_hidden_state` (B,N,E) and `pooler_output` (B,E) of tokens, or of images for a vision model.
+
+        The pooled output is the mean over the real tokens, or what a classifier of images reads; packed documents have
+        none. A cache is for language models; see `MGKForCausalLM`.
+        """
+        hooked = kwargs.get("output_hidden_states")
+        if self.config.kind == "vision":
+            check_options(kwargs)
+            if pixel_values is None:
+                raise ValueError("pixel_values: expected images for a model of kind 'vision', got None")
+            found = self.encode(None, pixel_values, output_hidden_states=hooked, return_dict=True)
+            pooled = self.mgk.pooled(found.last_hidden_state)
+            return _output(found, pooled)
+        cache = self.cache_for(input_ids, inputs_embeds, past_key_values, use_cache)
+        start = 0 if cache is None else stack_of(cache).length
+        texts = read_texts(
+            self, input_ids, inputs_embeds, attention_mask, position_ids, kwargs, start=start, cached=cache is not None
+        )
+        check_options(kwargs)
+        found = self.encode(texts, cache=cache, output_hidden_states=hooked, return_dict=True)
+        hidden, mask = found.last_hidden_state, texts.mask
+        if texts.documents is not None:
+            return _output(found, None)
+        mask = None if mask is None else mask[:, -hidden.shape[1] :]
+        weight = hidden.new_ones(hidden.shape[:2]) if mask is None else mask.to(hidden.dtype)
+        return _output(found, torch.einsum("bn,bne->be", weight, hidden) / weight.sum(1, keepdim=True).clamp(min=1))
+
+
+def without_head(model: nn.Module) -> nn.Module:
+    """Replace the head of a model of `mgk.models` by nothing."""
+    for head in HEADS:
+        if hasattr(model, head):
+            setattr(model, head, nn.Identity())
+    return model
+
+
+def _output(found: Any, pooled: Tensor | None) -> BaseModelOutputWithPoolingAndCrossAttentions:
+    return BaseModelOutputWithPoolingAndCrossAttentions(pooler_output=pooled, **found)  # type: ignore[arg-type]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
