@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Rotation, check_rotary_dim
+from mgk.nn.pages import PagedLayer
 from mgk.ops import arguments as check
 from mgk.ops.common import autocasts
 from mgk.ops.feature_maps import check_feature_map
@@ -207,8 +208,9 @@ def check_rotation(rotary: object, rotary_dim: int, shape: tuple[int, ...], head
 
 
 def check_cache(
-    cache: object, kind: type[KeyValueCache] | type[StateCache], batch_size: int, is_self: bool, need_weights: bool
-) -> None:
+    cache: object, kind: type[KeyValueCache] | type[StateCache], batch_size: int, is_self: bool, need_weights: bool,
+    masked: bool,
+) -> None:  # fmt: skip
     """Check that a cache belongs to this kind of module and batch."""
     if not isinstance(cache, kind):
         raise TypeError(f"cache: expected a {kind.__name__} of new_cache, got {type(cache).__name__}")
@@ -216,5 +218,8 @@ def check_cache(
         raise ValueError(f"cache: expected one for a batch of {batch_size}, got one for {cache.batch_size}")
     if not is_self:
         raise ValueError("cache: expected self-attention (key=None) with a cache, got another key")
+    if isinstance(cache, PagedLayer) and (need_weights or masked):
+        name, wanted = ("key_padding_mask", "None") if masked else ("need_weights", "False")
+        raise ValueError(f"{name}: expected {wanted} with a cache in pages, whose rows have lengths of their own")
     if need_weights and kind is StateCache:
         raise ValueError("need_weights: expected False with a cache of linear attention, which keeps no keys, got True")
