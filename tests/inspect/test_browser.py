@@ -97,7 +97,7 @@ def test_the_first_screen_explains_itself(show: Show) -> None:
     for section in (".heads", ".middle", ".text"):
         assert tab.locator(f".panel:first-child {section} .say").is_visible()
     first, second = tab.locator(".answer").all_text_contents()
-    assert first == "Predicted value: 7 75 %, then 3 20 %. True value: 7 ✓ right"
+    assert first == "Predicted value: 7 75\u00a0%, then 3 20\u00a0%. True value: 7 ✓ right"
     assert second.endswith("True value: 3 ✗ wrong")
     boxes = {name: tab.locator(name).bounding_box() for name in ("#report", ".tools", "#panels")}
     assert boxes["#report"]["y"] < boxes[".tools"]["y"] < boxes["#panels"]["y"]
