@@ -105,6 +105,13 @@ def test_the_first_screen_explains_itself(show: Show) -> None:
     assert abs(gap) < 2  # next to what it changes
 
 
+def test_opens_with_a_mixture_beside_the_first_model(show: Show) -> None:
+    models = [attention(variant, 2, 8, layers=1) for variant in ("softmax", "softmax", "smgk")]
+    tab = show(page(models))
+    shown = tab.evaluate("[...document.querySelectorAll('.panel select')].map((s) => s.selectedIndex)")
+    assert shown == [0, 2]
+
+
 def test_pixels_of_a_known_map(show: Show) -> None:
     """A diagonal of 3/4 by component 1, a column of 1/4 by component 2, the background elsewhere."""
     tab = show(patterned(), at="#theme=light")

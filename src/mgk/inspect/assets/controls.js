@@ -31,6 +31,7 @@ function makeControls() {
   controls.theme = labelled("", "Dark or light (key d)", () => update({ theme: theme() === "dark" ? "light" : "dark" }));
   const help = labelled("?", "Keyboard shortcuts and definitions (key ?)", () => byId("help").showModal());
   controls.theme.className = help.className = "icon";
+  byId("views").parentNode.hidden = views.length === 1;
   byId("views").append(...controls.views.map(([, element]) => element));
   byId("scales").append(...controls.scales.map(([, element]) => element));
   byId("layout").append(controls.same, controls.pin);
