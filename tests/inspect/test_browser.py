@@ -97,12 +97,19 @@ def test_the_first_screen_explains_itself(show: Show) -> None:
     for section in (".heads", ".middle", ".text"):
         assert tab.locator(f".panel:first-child {section} .say").is_visible()
     first, second = tab.locator(".answer").all_text_contents()
-    assert first == "Predicted value: 7 75 %, then 3 20 %. True value: 7 ✓ right"
+    assert first == "Predicted value: 7 75\u00a0%, then 3 20\u00a0%. True value: 7 ✓ right"
     assert second.endswith("True value: 3 ✗ wrong")
     boxes = {name: tab.locator(name).bounding_box() for name in ("#report", ".tools", "#panels")}
     assert boxes["#report"]["y"] < boxes[".tools"]["y"] < boxes["#panels"]["y"]
     gap = boxes["#panels"]["y"] - boxes[".tools"]["y"] - boxes[".tools"]["height"]
     assert abs(gap) < 2  # next to what it changes
+
+
+def test_opens_with_a_mixture_beside_the_first_model(show: Show) -> None:
+    models = [attention(variant, 2, 8, layers=1) for variant in ("softmax", "softmax", "smgk")]
+    tab = show(page(models))
+    shown = tab.evaluate("[...document.querySelectorAll('.panel select')].map((s) => s.selectedIndex)")
+    assert shown == [0, 2]
 
 
 def test_pixels_of_a_known_map(show: Show) -> None:
