@@ -73,6 +73,8 @@ class MGKConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = STANDARD | {"classes": "num_labels"}
 
+    auto_map: ClassVar[dict[str, str]] = {}  # Transformers reads it, and sets one that it loads
+
     kind: str = "classifier"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
