@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mgk import cli
+import mgk.cli as cli
 
 RAW = re.compile(r"\[Errno|invalid literal|could not convert|Missing from|Traceback|\{None\}|Error parsing")
 

@@ -23,7 +23,7 @@ from mgk.train.config import read, replace
 from tests.hf.common import foreign, make, same_weights
 from tests.recipes.common import TEXT, small
 
-RECORD = ("config.json", "run.json", "log.jsonl", "result.json")
+RECORD = ("config.json", "log.jsonl", "result.json")
 SHORT: dict[str, Any] = {"steps": 4, "eval_every": 2, "log_every": 2, "optimiser__warmup": 1}
 
 
@@ -56,6 +56,9 @@ def test_converting_and_back_is_lossless(runs: dict[str, Path], name: str, tmp_p
     back = hf_to_run(folder, tmp_path / "back")
     assert same_runs(root / "run", back)
     assert all(filecmp.cmp(root / "run" / file, back / file, shallow=False) for file in RECORD)
+    starts = [json.loads((run / "run.json").read_text())["starts"] for run in (root / "run", back)]
+    assert [start.pop("data_root") for start in starts[0]] == [str(root.resolve())]  # a path of this machine
+    assert starts[0] == starts[1]
     assert filecmp.cmp(root / "run/best/model.safetensors", back / "best/model.safetensors", shallow=False)
     one, two = (torch.load(run / "best/state.pt", weights_only=True) for run in (root / "run", back))
     assert str(one) == str(two)
@@ -132,10 +135,12 @@ def test_the_other_tokenizers(tmp_path: Path) -> None:
     enwiki = mgk.data.load("enwiki", root=tmp_path / "enwiki", **_parsed(options))
     tokenizer = tokenizer_of(enwiki)
     assert tokenizer is not None
-    from mgk.data.corpora import PIECE, encode
+    from mgk.data.corpora import END, PIECE
 
+    assert enwiki.words is not None
+    number = {word: index for index, word in enumerate(enwiki.words)}
     lines = [line for line in TEXT.splitlines()[:20] if line.strip()]
-    expected = encode((PIECE.findall(line) for line in lines), enwiki.words).tolist()
+    expected = [number.get(word, 1) for line in lines for word in (*PIECE.findall(line), END)]
     assert tokenizer("\n".join(lines) + "\n")["input_ids"] == expected
     options = small("fashion-mnist", tmp_path / "images").data.options
     images = mgk.data.load("fashion-mnist", root=tmp_path / "images", **_parsed(options))
@@ -157,7 +162,7 @@ def test_the_card_shows_the_record_of_the_run(runs: dict[str, Path], tmp_path: P
     assert f"{result['parameters']:,} parameters" in card
     assert "AutoModelForSequenceClassification.from_pretrained" in card
     assert str(tmp_path) not in card
-    assert not (tmp_path / "hf/tokenizer.json").exists()  # its data set is not in the default folder
+    assert (tmp_path / "hf/tokenizer.json").exists()  # the run knows the folder of its data set
 
 
 def test_a_model_without_a_record_becomes_a_run(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import transformers
 from mgk.cli.hf import generate
 from mgk.hf import convert, hf_to_run, run_to_hf
 from mgk.hf.card import model_card, plain
-from mgk.hf.generate import load_for_generation, visible
+from mgk.hf.generate import load_for_generation
 from mgk.merge import merge_heads
 from mgk.merge.sums import SUMS, check_sums
+from mgk.train.sample import visible
 from tests.disk import flipped, small_files
 from tests.hf.common import foreign, make
 

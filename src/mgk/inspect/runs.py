@@ -23,7 +23,14 @@ from mgk.data.splits import Documents, Images, Stream
 from mgk.files import read_json
 from mgk.inspect.collect import Layer, collect
 from mgk.inspect.page import Answer
-from mgk.inspect.tokens import ByteTokenizer, WordTokenizer, article_words, listops_symbols, wikitext_words
+from mgk.inspect.tokens import (
+    ByteTokenizer,
+    SubwordTokenizer,
+    WordTokenizer,
+    article_words,
+    listops_symbols,
+    wikitext_words,
+)
 from mgk.ops.arguments import check_count
 from mgk.train import Config, load_model
 from mgk.train.config import read
@@ -61,7 +68,10 @@ class Run:
         folder = Path(folder)
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder}: expected the folder of a run (mgk train), found no config.json in it")
-        return cls(folder, read(folder / "config.json"), which, data_root)
+        config = read(folder / "config.json")
+        if config.kind == "translation":
+            raise ValueError(f"{folder}: expected a model that reads one sequence, got a translator, which has two")
+        return cls(folder, config, which, data_root)
 
     @property
     def name(self) -> str:
@@ -82,12 +92,17 @@ class Run:
         return load(self.config, root_of(self.folder, self.data_root))
 
     @cached_property
-    def tokenizer(self) -> ByteTokenizer | WordTokenizer:
+    def tokenizer(self) -> ByteTokenizer | WordTokenizer | SubwordTokenizer:
         if self.config.data.name == "listops":
             return WordTokenizer(("", *SYMBOLS), listops_symbols)
         if self.config.kind != "language":
             return ByteTokenizer(shift=1)  # 0 is padding
-        if self.prepared.manifest["facts"].get("level") != "words":
+        level = self.prepared.manifest["facts"].get("level")
+        if level == "bpe":
+            from tokenizers import Tokenizer
+
+            return SubwordTokenizer(Tokenizer.from_file(str(self.prepared.tokenizer)))
+        if level != "words":
             return ByteTokenizer(shift=0)
         split = article_words if self.config.data.name == "enwiki" else wikitext_words
         return WordTokenizer(self.prepared.words, split)
@@ -217,6 +232,13 @@ class Run:
     def _arguments(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Add the batch dimension. A matcher reads two documents: it gets the same one twice."""
         return (ids.expand(1, 2, -1) if self.config.kind == "matcher" else ids[None],)
+
+
+def is_transformers(folder: Path) -> bool:
+    """Whether a folder holds a Transformers model, not a run; both have a config.json."""
+    path = folder / "config.json"
+    found = read_json(path) if path.exists() else None
+    return isinstance(found, dict) and "model_type" in found
 
 
 def _telling(examples: Any) -> int:

@@ -43,7 +43,7 @@ class MixtureAttention(nn.Module):
     | variant   | A[i,j] is proportional to                  | keys                |
     | --------- | ------------------------------------------ | ------------------- |
     | `softmax` | exp(q_i.k_j / sqrt(D))                     | k_j = x_j W         |
-    | `mgk`     | sum_r prior_r exp(-|q_i - k_jr|^2 / 2 s2)  | k_jr = x_j W_r      |
+    | `mgk`     | `sum_r prior_r exp(-|q_i - k_jr|^2 / 2 s2)`| k_jr = x_j W_r      |
     | `smgk`    | the same                                   | k_jr = x_j W + b_r  |
     | `linear`  | phi(q_i).phi(k_j)                          | k_j = x_j W         |
     | `mlk`     | sum_r prior_r phi(q_i).phi(k_jr)           | k_jr = x_j W_r      |

@@ -38,7 +38,7 @@ def sample_text(model: Any, prepared: Prepared, *, tokens: int = 200, seed: int 
     known = reader(prepared)
     if known is None:
         return None
-    first, read = known
+    first, count, read = known
     model.eval()
     device = next(model.parameters()).device
     limit = min(tokens + 1, model.config.max_length)
@@ -47,7 +47,7 @@ def sample_text(model: Any, prepared: Prepared, *, tokens: int = 200, seed: int 
     found = [first]
     with torch.no_grad():
         while len(found) < limit:
-            logits = model(torch.tensor([found[-1:]], device=device), cache=cache, last=1)[0, -1]
+            logits = model(torch.tensor([found[-1:]], device=device), cache=cache, last=1)[0, -1, :count]
             found.append(int(torch.multinomial(nucleus(logits.float().cpu()), 1, generator=generator)))
     return read(found[1:])
 
@@ -59,17 +59,24 @@ def nucleus(logits: Tensor) -> Tensor:
     return torch.zeros_like(weights).scatter(0, order, weights)
 
 
-def reader(prepared: Prepared) -> tuple[int, Callable[[list[int]], str]] | None:
-    """Return the token that starts a line, and a function that converts tokens to text; None without `tokenizers`."""
+def reader(prepared: Prepared) -> tuple[int, int, Callable[[list[int]], str]] | None:
+    """Return the token that starts a line, the number of tokens, and a function that converts them to text.
+
+    A model may have more tokens than its data. None without the library `tokenizers`, for data that needs it.
+    """
     level = prepared.manifest["facts"].get("level")
     if level == "bytes":
-        return ord("\n"), lambda ids: bytes(ids).decode(errors="replace")
+        return ord("\n"), 256, lambda ids: bytes(ids).decode(errors="replace")
     if level == "words":
         words = prepared.words
-        return words.index(END), lambda ids: " ".join(words[number] for number in ids).replace(f" {END}", "\n")
+        return (
+            words.index(END),
+            len(words),
+            lambda ids: " ".join(words[number] for number in ids).replace(f" {END}", "\n"),
+        )
     try:
         from tokenizers import Tokenizer
     except ImportError:
         return None
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer))
-    return tokenizer.encode("\n").ids[0], lambda ids: tokenizer.decode(ids)
+    return tokenizer.encode("\n").ids[0], tokenizer.get_vocab_size(), lambda ids: tokenizer.decode(ids)
