@@ -508,6 +508,16 @@ def test_a_phone_has_no_blank_gaps(show: Show, two: Any) -> None:
         assert 0 <= min(gaps) <= max(gaps) <= 24
 
 
+@pytest.mark.parametrize("width", [800, 1000, 1180])
+def test_a_tablet_shows_everything(show: Show, two: Any, width: int) -> None:
+    """No part is wider than the window, with one panel or with two."""
+    tab = show(two, width=width, height=900)
+    for _ in range(2):
+        assert tab.evaluate("document.scrollingElement.scrollWidth") <= width
+        tab.keyboard.press("p")
+        settle(tab)
+
+
 def test_theme_follows_the_system_and_can_be_changed(show: Show, two: Any) -> None:
     tab = show(two, color_scheme="dark")
     assert tab.locator("html").get_attribute("data-theme") == "dark"
