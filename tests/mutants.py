@@ -232,6 +232,12 @@ MUTANTS = (
     ),
     # Training
     Mutant(
+        "src/mgk/data/batches.py",
+        "    threading.Thread(target=end_with_parent, daemon=True).start()",
+        "    pass",
+        "tests/data/test_batches.py -k worker",
+    ),
+    Mutant(
         "src/mgk/train/checkpoint.py",
         "key = (tensor.data_ptr(), tensor.shape, tensor.stride())",
         "key = (tensor.data_ptr(),)",

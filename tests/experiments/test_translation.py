@@ -18,7 +18,7 @@ from tests.recipes.common import small
 
 
 def test_text_is_decoded_as_the_tokenizer_does(tmp_path: Path) -> None:
-    lines = ["Zwei Männer – größer als 3 €", "a\tb  c", "naïve ¡ 日本"]
+    lines = ["Zwei Männer, größer als 3 €", "a\tb  c", "naïve ¡ 日本"]
     for name in ("train", "val", "test_2016_flickr"):
         for language in ("en", "de"):
             (tmp_path / f"{name}.{language}").write_text("".join(f"{line}\n" for line in lines))
@@ -29,7 +29,7 @@ def test_text_is_decoded_as_the_tokenizer_does(tmp_path: Path) -> None:
     decode, library = Decoder(prepared.tokenizer), Tokenizer.from_file(str(prepared.tokenizer))
     for row, line in enumerate(lines):
         tokens = split.targets.row(row).tolist()
-        assert decode([0, *tokens, 0]) == library.decode(tokens) == line
+        assert decode(tokens) == library.decode(tokens) == line
 
 
 def test_bleu_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

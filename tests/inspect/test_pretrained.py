@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from mgk.cli import inspect as commands
-from mgk.data.bpe import train
+from mgk.data.bpe import Text, train
 from mgk.hf import MGKForCausalLM
 from mgk.hf.tokenizer import byte_tokenizer
 from mgk.inspect import Factors
@@ -148,7 +148,7 @@ def test_every_character_belongs_to_one_token() -> None:
 
 def test_subwords_of_a_run_have_readable_labels() -> None:
     """Of a text and of ids; ids that start inside a character are decoded one by one."""
-    tokenizer = SubwordTokenizer(train("test", ["the cat and the dog 😀 " * 50], 300))
+    tokenizer = SubwordTokenizer(train("test", Text(lambda: iter(["the cat and the dog 😀 " * 50])), 300))
     ids, labels = tokenizer.encode("the cat 😀")
     assert "".join(labels) == "the cat 😀"
     assert labels[0] == "the"

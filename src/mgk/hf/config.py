@@ -78,6 +78,7 @@ class MGKConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     use_cache: bool = True
+    logits_in_training: bool = False  # see `MGKForCausalLM.forward`
 
     def __post_init__(self, **kwargs: Any) -> None:
         own = field_names(check.check_choice("kind", self.kind, MODELS))
