@@ -257,7 +257,7 @@ MUTANTS = (
     ),
     Mutant(
         "src/mgk/files.py",
-        "            os.fsync(file.fileno())\n        os.replace",
+        "        flush(temporary)\n        os.replace",
         "        os.replace",
         "tests/train/test_run.py tests/test_files.py",
     ),
