@@ -100,12 +100,13 @@ def moved(markdown: str, folder: str, target: str) -> str:
 
 
 def script(path: Path) -> str:
-    """Return the page of an example: its first line as title, the rest of its docstring, and its code."""
+    """Return the page of an example: its docstring, with the commands in it as code, and its code."""
     source = path.read_text()
-    title, _, rest = (ast.get_docstring(ast.parse(source)) or path.stem).partition("\n")
+    text = ast.get_docstring(ast.parse(source)) or ""
+    text = re.sub(r"(?:^(?:pip|python|torchrun) .*\n?)+", r"```text\n\g<0>\n```\n", text, flags=re.MULTILINE)
     code = source.split('"""', 2)[2].strip()
     return (
-        f"# {title.rstrip('.')}\n\n```text\n{rest.strip()}\n```\n\n`examples/{path.name}`:\n\n```python\n{code}\n```\n"
+        f"# {path.stem.replace('_', ' ').capitalize()}\n\n{text}\n\n`examples/{path.name}`:\n\n```python\n{code}\n```\n"
     )
 
 

@@ -13,7 +13,7 @@ import mgk.data
 from experiments.lm.translation import Decoder, bleu, translations
 from mgk.data import Translations
 from mgk.models import Translator
-from mgk.train import train
+from mgk.train import replace, train
 from tests.recipes.common import small
 
 
@@ -53,3 +53,19 @@ def test_bleu_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if pytest.importorskip("sacrebleu"):
             assert bleu(run, tmp_path) == pytest.approx(100)
     assert bleu(run, tmp_path) < 50
+
+
+def test_what_reads_one_sequence_refuses_a_translator(tmp_path: Path) -> None:
+    from mgk.hf.config import MGKConfig
+    from mgk.hf.convert import from_run
+    from mgk.inspect.runs import Run
+
+    config = small("multi30k", tmp_path)
+    run = tmp_path / "run"
+    train(replace(config, steps=1, optimiser__warmup=1), run, data_root=tmp_path)
+    with pytest.raises(ValueError, match="expected a model that reads one sequence, got a translator"):
+        Run.open(run)
+    with pytest.raises(ValueError, match=r"expected a run of a classifier or .* got one of translation"):
+        from_run(run)
+    with pytest.raises(TypeError, match=r"config: expected one of mgk\.models, ClassifierConfig"):
+        MGKConfig.from_model(config.model)

@@ -71,6 +71,7 @@ def test_the_base_model_shares_all_modules(model: str, tmp_path: Path) -> None:
     assert isinstance(base, MGKModel)
     assert base is made.model is made.base_model
     assert base.base_model is base
+    assert not hasattr(base, "model")
     assert base.get_input_embeddings() is made.get_input_embeddings()
     assert not any(name.startswith("model.") for name in made.state_dict())
     base.save_pretrained(tmp_path)

@@ -27,9 +27,10 @@ from transformers.utils.output_capturing import capture_outputs
 from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.config import MGKConfig
 from mgk.hf.inputs import Texts, check_options, read_texts
+from mgk.hf.output import as_output_layer
 from mgk.merge.sums import SummedModel
 from mgk.models import build
-from mgk.nn import Block, Stack
+from mgk.nn import Block, Stack, TiedSoftmax
 from mgk.nn.arguments import loads_its_weight
 from mgk.nn.block import recomputed
 
@@ -102,7 +103,7 @@ class MGKPreTrainedModel(SummedModel):
     def model(self) -> MGKPreTrainedModel:
         """The model without its head. It shares all modules, so weights keep their names; `base_model` returns it."""
         if isinstance(self, MGKModel):
-            return self
+            raise AttributeError("model: MGKModel has no head, it is the base model itself")
         view = self.__dict__.get("_view")
         if view is None or view.mgk is not self.mgk:
             view = MGKModel.__new__(MGKModel)
@@ -134,6 +135,11 @@ class MGKPreTrainedModel(SummedModel):
             fresh = dict(_tensors(type(self)(self.config)))
             for name, tensor in missing.items():
                 tensor.copy_(fresh[name])
+
+    def wants_states(self, options: dict[str, Any]) -> bool:
+        """Whether the states of all layers are to be returned."""
+        asked = options.get("output_hidden_states")
+        return bool(self.config.output_hidden_states if asked is None else asked)
 
     @capture_outputs
     def encode(
@@ -207,7 +213,7 @@ class MGKModel(MGKPreTrainedModel):
         The pooled output is the mean over the real tokens, or what a classifier of images reads; packed documents have
         none. A cache is for language models; see `MGKForCausalLM`.
         """
-        hooked = kwargs.get("output_hidden_states")
+        hooked = self.wants_states(kwargs)
         if self.config.kind == "vision":
             check_options(kwargs)
             if pixel_values is None:
@@ -231,7 +237,10 @@ class MGKModel(MGKPreTrainedModel):
 
 
 def as_transformers_layers(model: nn.Module) -> None:
-    """Make the layers of a model of `mgk.models` those of Transformers; `recompute` becomes gradient checkpointing."""
+    """Make the layers of a model of `mgk.models` those of Transformers, and its tied softmax an output layer.
+
+    `recompute` becomes gradient checkpointing.
+    """
     for module in model.modules():
         if isinstance(module, Stack):
             for layer in module.layers:
@@ -241,6 +250,9 @@ def as_transformers_layers(model: nn.Module) -> None:
                 if module.recompute and isinstance(layer, TransformersBlock):
                     layer.gradient_checkpointing = True
             module.recompute = False
+    output = getattr(model, "output", None)
+    if type(output) is TiedSoftmax and output.cluster_weight is None and model.lm_head is None:
+        as_output_layer(output, model)
 
 
 def without_head(model: nn.Module) -> nn.Module:

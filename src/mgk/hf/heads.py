@@ -55,7 +55,7 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         Without a `problem_type`, as in Transformers: one class is a regression, float labels are a multi-label problem,
         and anything else is cross-entropy.
         """
-        hooked = kwargs.get("output_hidden_states")
+        hooked = self.wants_states(kwargs)
         texts = read_texts(self, input_ids, inputs_embeds, attention_mask, position_ids, kwargs)
         require_one_text(texts)
         check_options(kwargs)
@@ -100,7 +100,7 @@ class MGKForImageClassification(MGKPreTrainedModel):
         self, pixel_values: Float[Tensor, "b c s s"], labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
         """Return logits (B,C), and the loss if there are labels."""
-        hooked = kwargs.get("output_hidden_states")
+        hooked = self.wants_states(kwargs)
         check_options(kwargs)
         found = self.encode(None, pixel_values, output_hidden_states=hooked, return_dict=True)
         logits = self.mgk.classifier(self.mgk.pooled(found.last_hidden_state))

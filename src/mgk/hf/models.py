@@ -5,20 +5,21 @@ B batch, N positions of this call, Nk positions so far, E width of the model, V 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from mgk.hf.base import MGKModel, MGKPreTrainedModel
-from mgk.hf.cache import MGKCache, stack_of
+from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.heads import MGKForDocumentMatching, MGKForImageClassification, MGKForSequenceClassification
 from mgk.hf.inputs import check_options, read_texts
-from mgk.hf.output import output_layer, summed_loss
+from mgk.hf.output import OutputLayer, summed_loss
 from mgk.nn.output import IGNORE
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
                 `cu_seq_lens_q`, `seq_idx` and so on, which collators pass beside packed documents.
         """
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
-        hooked = kwargs.get("output_hidden_states")
+        hooked = self.wants_states(kwargs)
         cache = self.cache_for(input_ids, inputs_embeds, past_key_values, use_cache)
         keeps_all = isinstance(logits_to_keep, int) and not logits_to_keep
         if shift_labels is not None or labels is not None:
@@ -89,7 +90,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             if not keeps_all:
                 raise ValueError(f"logits_to_keep: expected 0 with labels, got {logits_to_keep}")
         if isinstance(cache, MGKCache) and input_ids is not None and not hooked:
-            step = None if self.config.output_hidden_states else cache.step(self.mgk, input_ids.shape[1])
+            step = cache.step(self.mgk, input_ids.shape[1])
             if step is not None:
                 check_options(kwargs)
                 place = None if position_ids is None else position_ids.expand_as(input_ids)
@@ -121,19 +122,24 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=cache, hidden_states=found.hidden_states
         )
 
-    def get_output_embeddings(self) -> nn.Linear | None:
+    def get_output_embeddings(self) -> nn.Module | None:
         """Return the output layer, whose weight may be that of the embedding; None for an adaptive softmax."""
         if self.mgk.lm_head is not None:
             return self.mgk.lm_head  # type: ignore[no-any-return]
-        adaptive = self.mgk.output.cluster_weight is not None
-        return None if adaptive else output_layer(self.mgk.output, self.mgk.output_weight)
+        return self.mgk.output if isinstance(self.mgk.output, OutputLayer) else None
 
     lm_head = property(get_output_embeddings)
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         """Replace the output layer; a tied one keeps the weight of the embedding, which `set_input_embeddings` sets."""
-        if self.mgk.lm_head is not None or value.weight is not self.mgk.output_weight:
+        if value is not self.mgk.output:
             self.mgk.lm_head = value
+
+    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the output layer of another size; a tied one has the rows of the embedding."""
+        if isinstance(old_lm_head, OutputLayer):
+            return old_lm_head
+        return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Change the vocabulary of a model with a plain softmax; an adaptive one has clusters by frequency."""
@@ -157,6 +163,10 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         batch_size: int, max_cache_length: int,
     ) -> None:  # fmt: skip
         kind = generation_config.cache_implementation
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if isinstance(given := model_kwargs.get("past_key_values"), StaticCache):  # which generate() would compile
+            graph = not generation_config.disable_compile
+            model_kwargs["past_key_values"] = adopt(given, partial(self.mgk.new_cache, rows), graph=graph)
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -164,7 +174,6 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             return
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise ValueError(f"cache_implementation: expected 'dynamic' or 'static' for this model, got {kind!r}")
-        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         capacity = max_cache_length if kind == "static" else 0
         graph = not generation_config.disable_compile
         compile = graph and generation_config.compile_config is not None

@@ -1,6 +1,6 @@
-"""The output layer of a language model, as libraries expect it: a linear layer with a weight and a bias.
+"""The output layer of a language model, as libraries expect it: a module with a weight and a bias.
 
-T positions, E width of the model, V vocabulary.
+B batch, T positions, E width of the model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,12 +17,32 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class OutputLayer(nn.Linear):
-    """A view of a plain softmax and the weight that it is called with. It owns nothing, and is not saved."""
+class OutputLayer(TiedSoftmax):
+    """A plain softmax that can also be called without its weight, which belongs to another module of the model."""
 
-    def forward(self, input: Float[Tensor, "*b e"]) -> Float[Tensor, "*b v"]:
-        (softmax,) = self.__dict__["softmax"]
-        return softmax(input, self.weight)  # type: ignore[no-any-return]
+    @property
+    def weight(self) -> Float[Tensor, "v e"]:
+        """The rows of the vocabulary in the matrix that the model calls the softmax with."""
+        (model,) = self.__dict__["owner"]
+        weight: Tensor = model.output_weight
+        return weight if len(weight) == self.sizes[0] else weight[: self.sizes[0]]
+
+    @property
+    def out_features(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    def forward(self, hidden: Float[Tensor, "*b e"], weight: Tensor | None = None) -> Float[Tensor, "*b v"]:
+        return super().forward(hidden, self.weight if weight is None else weight)
+
+
+def as_output_layer(softmax: TiedSoftmax, model: nn.Module) -> None:
+    """Make a plain softmax the output layer of a model with `output_weight`."""
+    softmax.__class__ = OutputLayer
+    softmax.__dict__["owner"] = (model,)  # a tuple: the model is no submodule of its output layer
 
 
 def summed_loss(
@@ -32,18 +52,3 @@ def summed_loss(
     if loads_its_weight(softmax) or not is_plain_tensor(weight):
         return nn.functional.cross_entropy(softmax(hidden, weight), target, ignore_index=IGNORE, reduction="sum")
     return softmax.total_loss(hidden, weight, target)
-
-
-def output_layer(softmax: TiedSoftmax, weight: Tensor) -> OutputLayer:
-    """Return `weight` (V,E) and the bias of a plain softmax as a linear layer, with the same tensors."""
-    layer = OutputLayer.__new__(OutputLayer)
-    nn.Module.__init__(layer)
-    layer.out_features, layer.in_features = weight.shape
-    layer.__dict__["softmax"] = (softmax,)  # no submodule
-    layer._parameters["weight"] = weight  # type: ignore[assignment]
-    bias = softmax._bias(weight)  # -inf for rows behind the vocabulary
-    layer._parameters["bias"] = bias if bias is None or isinstance(bias, nn.Parameter) else None
-    if bias is not layer._parameters["bias"]:
-        del layer._parameters["bias"]
-        layer.bias = bias  # type: ignore[assignment]
-    return layer

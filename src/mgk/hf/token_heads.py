@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from mgk.hf.base import UNEXPECTED, MGKPreTrainedModel, without_head
 from mgk.hf.config import MGKConfig
 from mgk.hf.inputs import check_options, cross_entropy, read_texts
-from mgk.hf.output import output_layer
+from mgk.hf.output import as_output_layer
 from mgk.nn import TiedSoftmax
 from mgk.nn.arguments import weight_of
 from mgk.nn.output import IGNORE
@@ -40,7 +40,7 @@ class TokenHead(MGKPreTrainedModel):
         position_ids: Tensor | None, options: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Return the output of the encoder; packed documents are kept apart."""
-        hooked = options.get("output_hidden_states")
+        hooked = self.wants_states(options)
         texts = read_texts(self, input_ids, inputs_embeds, attention_mask, position_ids, options)
         check_options(options)
         return self.encode(texts, output_hidden_states=hooked, return_dict=True)
@@ -111,6 +111,7 @@ class MGKForMaskedLM(TokenHead):
 
     def _add_head(self, config: MGKConfig) -> None:
         self.output = TiedSoftmax(config.vocab_size, config.hidden_size)
+        as_output_layer(self.output, self)
 
     @can_return_tuple
     def forward(
@@ -124,13 +125,18 @@ class MGKForMaskedLM(TokenHead):
     ) -> MaskedLMOutput:
         """Return logits (B,N,V), and the mean cross-entropy of `labels` that are not -100."""
         found = self.states(input_ids, inputs_embeds, attention_mask, position_ids, kwargs)
-        logits = self.output(found.last_hidden_state, weight_of(self.mgk.encoder.tokens))
+        logits = self.output(found.last_hidden_state)
         loss: Any = None if labels is None else cross_entropy(logits.flatten(0, 1), labels.flatten(), IGNORE)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=found.hidden_states)
 
-    def get_output_embeddings(self) -> nn.Linear:
+    @property
+    def output_weight(self) -> Tensor:
+        """The weight of the output layer: that of the embedding."""
+        return weight_of(self.mgk.encoder.tokens)
+
+    def get_output_embeddings(self) -> nn.Module:
         """Return the output layer, whose weight is that of the embedding."""
-        return output_layer(self.output, weight_of(self.mgk.encoder.tokens))
+        return self.output
 
 
 HEADS = (MGKForTokenClassification, MGKForQuestionAnswering, MGKForMaskedLM)

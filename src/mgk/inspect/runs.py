@@ -68,7 +68,10 @@ class Run:
         folder = Path(folder)
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder}: expected the folder of a run (mgk train), found no config.json in it")
-        return cls(folder, read(folder / "config.json"), which, data_root)
+        config = read(folder / "config.json")
+        if config.kind == "translation":
+            raise ValueError(f"{folder}: expected a model that reads one sequence, got a translator, which has two")
+        return cls(folder, config, which, data_root)
 
     @property
     def name(self) -> str:
