@@ -163,6 +163,15 @@ def test_root_is_another_name_of_data_root(tmp_path: Path) -> None:
         assert given == {"data_root": tmp_path}
 
 
+def test_an_error_shows_control_characters_as_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may quote a file of a stranger, which could command the terminal."""
+    (tmp_path / "config.json").write_text('{"model": {"kind": "language", "a\\u001b[2J\\u0007": 1}}')
+    assert cli.main(["eval", str(tmp_path)]) != 0
+    error = capsys.readouterr().err
+    assert "a\\x1b[2J\\x07: no such field" in error
+    assert "\x1b" not in error
+
+
 def test_an_error_of_the_system_has_no_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
