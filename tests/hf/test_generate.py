@@ -126,7 +126,8 @@ def test_a_static_cache_passed_as_an_object(kind: str, beams: int) -> None:
     assert torch.equal(found.sequences, generate(model, tokens, mask, max_new_tokens=2, num_beams=beams))
     assert cache.get_seq_length() == tokens.shape[1] + 1
     if kind in GROWING:
-        assert {layer.inner._key.shape[-2] for layer in cache.layers} == {tokens.shape[1] + NEW}
+        layers: list[Any] = cache.layers
+        assert {layer.inner._key.shape[-2] for layer in layers} == {tokens.shape[1] + NEW}
         assert found.past_key_values.static
     if beams == 1:
         longer = torch.cat((mask, torch.ones(2, 2, dtype=mask.dtype)), 1)

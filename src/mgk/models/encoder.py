@@ -22,6 +22,7 @@ from mgk.nn import (
     Stack,
     StackCache,
 )
+from mgk.nn.arguments import loads_its_weight
 from mgk.nn.documents import Documents
 from mgk.nn.embeddings import Embedding
 from mgk.nn.packing import Packing
@@ -180,7 +181,7 @@ class TokenEncoder(nn.Module):
 
     def _added_positions(self, positions: Tensor | None, start: int, length: int, like: Tensor) -> Tensor:
         """Return the position embeddings, (N,E) or (B,N,E)."""
-        if isinstance(self.positions, nn.Embedding) and positions is None:
+        if isinstance(self.positions, nn.Embedding) and positions is None and not loads_its_weight(self.positions):
             return self.positions.weight[start : start + length]
         if positions is None:
             positions = torch.arange(start, start + length, device=like.device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mgk.models.config import LanguageModelConfig
 from mgk.models.encoder import TokenEncoder, count_real
 from mgk.nn import PagedCache, StackCache, TiedSoftmax
+from mgk.nn.arguments import weight_of
 from mgk.nn.documents import Documents
 from mgk.nn.output import IGNORE
 from mgk.ops.linear import never_waits
@@ -46,7 +47,7 @@ class LanguageModel(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The weight of the output layer: the embedding of the tokens, or a matrix of its own."""
-        return self.encoder.tokens.weight if self.lm_head is None else self.lm_head.weight
+        return weight_of(self.encoder.tokens if self.lm_head is None else self.lm_head)
 
     @property
     def capturable(self) -> bool:

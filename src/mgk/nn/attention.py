@@ -59,7 +59,8 @@ class MixtureAttention(nn.Module):
         num_heads: H.
         variant: one of the table above.
         num_kv_heads: G, which divides H: query head h reads keys and values of head h // (H/G). None is H.
-        head_dim: D; None is E / H. The inner width is H*D for every E.
+        head_dim: D; None is E / H, as in `nn.MultiheadAttention`: fewer heads are then wider. To halve the heads of a
+            softmax layer, keep their width: MixtureAttention(256, 4, head_dim=32) for MultiheadAttention(256, 8).
         num_components: M, for the mixtures.
         e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior, and the module
             then has none.

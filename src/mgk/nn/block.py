@@ -6,7 +6,7 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -163,15 +163,15 @@ class Stack(nn.Module):
         for index, layer in enumerate(self._blocks()):
             inputs = x, padding, rotary, None if cache is None else cache.layers[index], packing
             recompute = self.recompute and self.training and cache is None
-            x = _with_recomputation(layer, inputs) if recompute else layer(*inputs)
+            x = recomputed(layer, layer.attention, inputs) if recompute else layer(*inputs)
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def _blocks(self) -> Iterator[Block]:
         return iter(self.layers)  # type: ignore[arg-type]
 
 
-def _with_recomputation(layer: Block, inputs: tuple[Any, ...]) -> Tensor:
-    attention = layer.attention
+def recomputed(layer: Callable[..., Tensor], attention: MixtureAttention, inputs: tuple[Any, ...]) -> Tensor:
+    """Apply a layer that keeps only its inputs, and compute it again in backward, without another M-step."""
     if not attention.em_buffers:
         return checkpoint(layer, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
     before = {name: getattr(attention, name).clone() for name in attention.em_buffers}
