@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 import mgk
 from benchmarks import report
