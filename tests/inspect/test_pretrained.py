@@ -126,6 +126,15 @@ def test_the_command(gpt2: str, tmp_path: Path) -> None:
         assert data["models"][0]["answer"]["what"] == "next token"
 
 
+def test_damaged_weights_are_not_shown(tmp_path: Path) -> None:
+    """The checksums beside weights are compared before these are read."""
+    save(MGKForCausalLM(config("language", vocabulary=256)), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(OSError, match=r"model.safetensors: damaged or changed"):
+        commands.explore((tmp_path,), text="a")
+
+
 def test_errors_say_what_to_do(gpt2: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--text: expected the input of the Transformers model"):
         commands.explore((), hf=(gpt2,))

@@ -49,6 +49,13 @@ def test_the_table_has_every_family() -> None:
     }
 
 
+def test_the_page_on_merging_has_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs/merging.md").read_text()
+    rows = page[page.index("| family |") : page.index('"Exact" means')].splitlines()[2:]
+    named = {name.strip() for row in rows if row.startswith("|") for name in row.split("|")[1].split(",")}
+    assert named == {family.prefix for family in FAMILIES}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_merging_equal_heads_changes_nothing(name: str) -> None:
     model, batch = family_model(name)

@@ -49,8 +49,7 @@ def list_sets(data_root: Path | None = None) -> None:
 def prepare(name: str, source: Path | None = None, data_root: Path | None = None, **options: Any) -> None:
     """Prepare a data set for training: mgk data prepare NAME [SOURCE]
 
-    `mgk data list` shows the names, `mgk data prepare NAME --help` the options of one data set. For a text of your own:
-    mgk data prepare text FILE
+    `mgk data prepare NAME --help` shows the options of one data set. For a text of your own: mgk data prepare text FILE
 
     In Python: `mgk.data.prepare("imdb", source="aclImdb")`.
     """
@@ -103,6 +102,8 @@ def verify(names: Positional[tuple[str, ...]] = (), data_root: Path | None = Non
 
 COMMANDS = {
     "list": function(list_sets),
-    "prepare": named("NAME", prepare, parse_prepare),
+    "prepare": named(
+        "NAME", prepare, parse_prepare, lambda: {name: mgk.data.describe(name).summary for name in mgk.data.names()}
+    ),
     "verify": function(verify),
 }

@@ -48,6 +48,12 @@ def command_help(program: str, text: str, options: Sequence[Option], common: Seq
     return "\n".join(lines)
 
 
+def named_help(usage: str, text: str, names: Mapping[str, str]) -> str:
+    """Return the help text of a command whose options depend on a name, with a line about each."""
+    left = max(map(len, names))
+    return "\n".join([text_help(usage, text), "", *(entry(*each, left, lines=1)[0] for each in names.items())])
+
+
 def text_help(usage: str, text: str) -> str:
     """Return the usage and the description of a command."""
     return "\n\n".join([f"usage: {usage}", *map(paragraph, text.split("\n\n"))])
@@ -112,9 +118,11 @@ def shown(default: Any) -> str:
     return f" [{'on' if default is True else default}]"
 
 
-def entry(name: str, text: str, left: int) -> list[str]:
-    """Return a name and its text side by side, on more lines if the text is long."""
-    first, *more = textwrap.wrap(text, width() - left - 4, break_on_hyphens=False) or [""]
+def entry(name: str, text: str, left: int, lines: int | None = None) -> list[str]:
+    """Return a name and its text side by side, on more lines if the text is long, but at most `lines`."""
+    first, *more = textwrap.wrap(
+        text, width() - left - 4, break_on_hyphens=False, max_lines=lines, placeholder=" ..."
+    ) or [""]
     return [f"  {name:{left}}  {first}".rstrip(), *(f"{'':{left + 4}}{line}" for line in more)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgk.cli.help import command_help, group_help, group_of_options, text_help
+from mgk.cli.help import command_help, group_help, group_of_options, named_help
 from mgk.cli.options import REQUIRED, Option, Positional, UsageError, items_of, options_of, replaced
 
 __all__ = [
@@ -56,15 +56,21 @@ def function(run: Callable[..., None]) -> Command:
     return Command(help_of(run), functools.partial(read_options, run))
 
 
-def named(what: str, run: Callable[..., None], parse: Callable[[str, str, list[str]], Action]) -> Command:
+def named(
+    what: str,
+    run: Callable[..., None],
+    parse: Callable[[str, str, list[str]], Action],
+    names: Callable[[], Mapping[str, str]],
+) -> Command:
     """Build a command whose options depend on its first word, such as the name of a recipe.
 
-    `parse(name, program, words)` gets that word. Without one, the help text is the docstring of `run`.
+    `parse(name, program, words)` gets that word; `names()` has a line about each. Without one, the help text is the
+    docstring of `run` and these lines.
     """
 
     def parse_name(program: str, words: list[str]) -> Action:
         if words[:1] and words[0] in HELP:
-            show(text_help(f"{program} {what} [OPTIONS]", help_of(run)))
+            show(named_help(f"{program} {what} [OPTIONS]", help_of(run), names()))
         if not words or words[0].startswith("-"):
             got = words[0] if words else "nothing"
             raise UsageError(f"{what}: expected a name after `{program}`, got {got}; see {program} --help")

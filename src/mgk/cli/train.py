@@ -28,10 +28,8 @@ def train(
 
     For example: mgk train lra-text --model.attention smgk --model.heads 4 --seed 1 --out runs/mine
 
-    RECIPE is lra-listops, lra-text, lra-retrieval, lra-image, wikitext103, wikitext2, enwiki, enwik8, fashion-mnist,
-    cifar10, multi30k (translation), or a modern language model: lm (nano), lm-nano-cpu, lm-small, lm-medium. Its data
-    must be prepared first (mgk data list). `mgk train RECIPE --help` shows every setting; each can be changed. The
-    configuration, the log and the checkpoints are written to one folder. A run that was stopped or killed continues
+    The data must be prepared first (mgk data list). `mgk train RECIPE --help` shows the settings; each can be changed.
+    The configuration, the log and the checkpoints are written to one folder. A run that was stopped or killed continues
     with `--resume`. With several GPUs: torchrun --nproc-per-node 8 -m mgk train RECIPE ... See docs/training.md.
 
     In Python: `mgk.train.train(mgk.recipes.recipe("lra-text"), "runs/text")`.
@@ -100,7 +98,7 @@ def with_recipe(run: Callable[..., None]) -> Command:
             lambda given: shortened(given, config),
         )  # fmt: skip
 
-    return named("RECIPE", run, parse)
+    return named("RECIPE", run, parse, lambda: {name: recipes.describe(name) for name in recipes.RECIPES})
 
 
 def shortened(given: Values, config: Config) -> Values:

@@ -77,11 +77,14 @@ class MGKConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = STANDARD | {"classes": "num_labels"}
 
+    auto_map: ClassVar[dict[str, str]] = {}  # Transformers reads it, and sets one that it loads
+
     kind: str = "classifier"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     use_cache: bool = True
+    logits_in_training: bool = False  # see `MGKForCausalLM.forward`
 
     def __post_init__(self, **kwargs: Any) -> None:
         own = field_names(check.check_choice("kind", self.kind, MODELS))

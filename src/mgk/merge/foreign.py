@@ -90,6 +90,19 @@ def _mixture_classes() -> Iterator[type]:
 globals().update({each.__name__: each for each in _mixture_classes()})
 
 
+def auto_name(kind: str) -> str:
+    """Return the name of the Auto class for a model class, such as AutoModelForMaskedLM for BertForMaskedLM."""
+    auto = f"AutoModel{kind[kind.index('For') :]}" if "For" in kind else ""
+    if not hasattr(transformers, kind) and hasattr(transformers, auto):  # a class of mgk
+        return auto
+    for family in FAMILIES:
+        if kind in family.classes:
+            task = kind.removeprefix(family.prefix)
+            return f"AutoModel{AUTO.get(task, task)}"
+    known = ", ".join(family.prefix for family in FAMILIES)
+    raise ValueError(f"--from: expected a model of one of {known}, or of mgk, got {kind or 'none in its config.json'}")
+
+
 def mixture_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return the class of the same model with mixture keys."""
     name = f"Mixture{type(model).__name__}"

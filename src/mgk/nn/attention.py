@@ -23,6 +23,7 @@ from mgk.nn.m_step import m_step
 from mgk.nn.norm import RMSNorm
 from mgk.nn.operators import AttentionInputs
 from mgk.nn.packing import Packing
+from mgk.nn.pages import PagedLayer
 from mgk.nn.projections import project
 from mgk.ops import arguments as check
 from mgk.ops.dispatch import IMPLEMENTATIONS
@@ -58,7 +59,8 @@ class MixtureAttention(nn.Module):
         num_heads: H.
         variant: one of the table above.
         num_kv_heads: G, which divides H: query head h reads keys and values of head h // (H/G). None is H.
-        head_dim: D; None is E / H. The inner width is H*D for every E.
+        head_dim: D; None is E / H, as in `nn.MultiheadAttention`: fewer heads are then wider. To halve the heads of a
+            softmax layer, keep their width: MixtureAttention(256, 4, head_dim=32) for MultiheadAttention(256, 8).
         num_components: M, for the mixtures.
         e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior, and the module
             then has none.
@@ -296,7 +298,8 @@ class MixtureAttention(nn.Module):
         arguments.check_inputs(self, query, key, value)
         if cache is not None:
             kind = StateCache if self.variant in LINEAR else KeyValueCache
-            arguments.check_cache(cache, kind, len(query), is_self, need_weights)
+            masked = key_padding_mask is not None or query_padding_mask is not None
+            arguments.check_cache(cache, kind, len(query), is_self, need_weights, masked)
         num_keys = key.shape[1] + (0 if cache is None else cache.length)
         arguments.check_positions(self.log_prior, num_keys)
         is_causal = arguments.check_attn_mask(attn_mask, is_causal, query.shape[1], num_keys)
@@ -312,6 +315,9 @@ class MixtureAttention(nn.Module):
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
             window = self.window
+            if isinstance(cache, PagedLayer):
+                heads = operators.attend_paged(self._inputs(q, k, v, True, None, None, window), cache, self.log_prior)
+                return self.out_proj(heads.transpose(1, 2).flatten(2)), None
             if isinstance(cache, KeyValueCache):
                 k, v = cache.append(k, v)
                 mask, window = cache.visible(mask, window)
