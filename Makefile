@@ -59,7 +59,7 @@ demo: $(STAMP)
 	$(BIN)/mgk demo
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/site/index.html is ready. To search in it: $(BIN)/python -m http.server --directory build/site"
 
 bench: $(STAMP)

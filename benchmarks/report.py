@@ -25,7 +25,8 @@ from mgk.tables import Table
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- gains: written by `python -m benchmarks.report` -->", "<!-- end of gains -->"
 METHODS = {"smgk soft": "sMGK", "smgk hard": "sMGK, hard E-step", "mgk soft": "MGK", "mgk hard": "MGK, hard E-step"}
-TRAINED = {"plain": "plain PyTorch, softmax", "softmax": "mgk, softmax", "smgk": "mgk, sMGK", "mgk": "mgk, MGK"}
+SIZES = {"gpt2": "GPT-2 small", "350m": "350 million", "nano": "nano", "lra": "LRA text"}
+TRAINED = {"plain": "softmax in plain PyTorch", "softmax": "softmax", "smgk": "sMGK", "mgk": "MGK"}
 # (attention, N, heads) of the training steps in the README.
 GAINS = {("smgk", 1024, "6"), ("smgk", 4096, "6"), ("smgk", 16384, "6"), ("smgk", 4096, "12")}
 Row = dict[str, Any]
@@ -52,8 +53,8 @@ def provenance(record: Row) -> str:
     """Return the sentence that follows a table: machine, commit, date and command."""
     made = record["environment"]
     when = f", {made['time'][:10]}" if "time" in made else ""
-    command = re.sub(" --output [^ ]+", "", f", `{' '.join(made['command'])}`") if "command" in made else ""
-    return f"Measured on: {machine(record)}; commit {made['commit']}{when}{command}."
+    command = re.sub(" --output [^ ]+", "", " ".join(made.get("command", ())))
+    return f"Measured on: {machine(record)}; commit {made['commit']}{when}" + (f", `{command}`." if command else ".")
 
 
 def steps(record: Row) -> Iterator[tuple[Row, Row, Row]]:
@@ -66,7 +67,7 @@ def steps(record: Row) -> Iterator[tuple[Row, Row, Row]]:
 
 
 def trained(row: Row) -> str:
-    """Name the model of a row of the training record: "mgk, sMGK, 6 heads"."""
+    """Name the model of a row of the training record: "sMGK, 6 heads"."""
     attention, _, heads = str(row["method"]).partition(":")
     name = TRAINED.get(attention, attention)
     return f"{name}, {heads.replace(':hard', ' (hard E-step)')} heads" if heads else name
@@ -77,9 +78,9 @@ def training(record: Row) -> str:
     header = ["model", "N", "ms per step", "speed", "of the GPU's peak", "memory", "million weights", "first step"]
     body = [
         [
-            f"{row['size']}: {trained(row)}", f"{row['length']:,}", f"{times['milliseconds']:.1f}",
-            f"{times['speed']:.2f}x", f"{times['utilisation']:.0%}", f"{row['memory']:.2f}x",
-            f"{row['parameters'] / 1e6:.0f}", f"{row['first_step_seconds']:.0f} s",
+            f"{SIZES.get(row['size'], row['size'])}, {trained(row)}", f"{row['length']:,}",
+            f"{times['milliseconds']:.1f}", f"{times['speed']:.2f}x", f"{times['utilisation']:.0%}",
+            f"{row['memory']:.2f}x", f"{row['parameters'] / 1e6:.0f}", f"{row['first_step_seconds']:.0f} s",
         ]
         for row, times, _ in steps(record)
     ]  # fmt: skip

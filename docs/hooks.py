@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ast
 import html
+import inspect
 import io
 import json
 import posixpath
 import re
+import textwrap
 from contextlib import redirect_stdout, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,15 @@ LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)]*)?\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', re.DOTALL)
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add pages that mkdocs.yml does not name to the last section of the navigation."""
+    named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    new = [path.name for path in sorted(Path(config.docs_dir).glob("*.md")) if path.name not in named]
+    section: list[Any] = (config.nav or [{"Project": []}])[-1]["Project"]
+    section.extend(new)
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside of docs/."""
     for source, target in OUTSIDE.items():
@@ -43,6 +55,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links to files outside of docs/ lead to their pages."""
     source = page.file.src_uri
+    if source.startswith("api/") and source != "api/cli.md":
+        markdown += unlisted(markdown)
     if source in OUTSIDE.values() or source.startswith("examples/"):
         return markdown
     return moved(markdown, posixpath.join("docs", posixpath.dirname(source)), source)
@@ -56,6 +70,18 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         return found.replace("<mo>&#x0007C;</mo>", '<mo stretchy="false">|</mo>')  # bars as high as text
 
     return FORMULA.sub(mathml, content)
+
+
+def unlisted(markdown: str) -> str:
+    """Return entries for public names that a page of the reference does not have, of the packages it is about."""
+    listed = set(re.findall(r"^::: mgk\.(\w+)\.(\w+)", markdown, re.MULTILINE))
+    more = []
+    for package in sorted({package for package, _ in listed}):
+        module = import_module(f"mgk.{package}")
+        for name in sorted(set(module.__all__) - {name for _, name in listed}):
+            if inspect.isclass(found := getattr(module, name)) or inspect.isfunction(found):
+                more.append(f"::: mgk.{package}.{name}\n")
+    return "\n".join(["\n## More\n", *more]) if more else ""
 
 
 def moved(markdown: str, folder: str, target: str) -> str:
@@ -74,12 +100,13 @@ def moved(markdown: str, folder: str, target: str) -> str:
 
 
 def script(path: Path) -> str:
-    """Return the page of an example: its first line as title, the rest of its docstring, and its code."""
+    """Return the page of an example: its docstring, with the commands in it as code, and its code."""
     source = path.read_text()
-    title, _, rest = (ast.get_docstring(ast.parse(source)) or path.stem).partition("\n")
+    text = ast.get_docstring(ast.parse(source)) or ""
+    text = re.sub(r"(?:^(?:pip|python|torchrun) .*\n?)+", r"```text\n\g<0>\n```\n", text, flags=re.MULTILINE)
     code = source.split('"""', 2)[2].strip()
     return (
-        f"# {title.rstrip('.')}\n\n```text\n{rest.strip()}\n```\n\n`examples/{path.name}`:\n\n```python\n{code}\n```\n"
+        f"# {path.stem.replace('_', ' ').capitalize()}\n\n{text}\n\n`examples/{path.name}`:\n\n```python\n{code}\n```\n"
     )
 
 
@@ -93,7 +120,8 @@ def commands() -> str:
         with redirect_stdout(out), suppress(SystemExit):
             action = cli.parse([*filter(None, [name]), "--help"])
             action()
-        parts.append(f"## mgk {name}".rstrip() + f"\n\n```text\n{out.getvalue().strip()}\n```")
+        lines = (textwrap.fill(line, 90) if len(line) > 90 else line for line in out.getvalue().strip().splitlines())
+        parts.append(f"## mgk {name}".rstrip() + "\n\n```text\n" + "\n".join(lines) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 

@@ -232,6 +232,12 @@ MUTANTS = (
     ),
     # Training
     Mutant(
+        "src/mgk/data/batches.py",
+        "    threading.Thread(target=end_with_parent, daemon=True).start()",
+        "    pass",
+        "tests/data/test_batches.py -k worker",
+    ),
+    Mutant(
         "src/mgk/train/checkpoint.py",
         "key = (tensor.data_ptr(), tensor.shape, tensor.stride())",
         "key = (tensor.data_ptr(),)",
@@ -251,7 +257,7 @@ MUTANTS = (
     ),
     Mutant(
         "src/mgk/files.py",
-        "            os.fsync(file.fileno())\n        os.replace",
+        "        flush(temporary)\n        os.replace",
         "        os.replace",
         "tests/train/test_run.py tests/test_files.py",
     ),

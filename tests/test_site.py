@@ -41,9 +41,9 @@ class Anchors(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site; mkdocs.yml says that a warning is an error."""
+    """Build the site; mkdocs.yml says that a warning is an error (with --quiet it would not be)."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

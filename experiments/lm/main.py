@@ -22,15 +22,16 @@ from typing import Any
 
 from experiments import reproduce
 from experiments.cells import Cell, Tally, run_cells
-from experiments.cells.records import path_of, read_all, stale
+from experiments.cells.records import path_of, stale
 from experiments.cells.steps import Steps, measure, read_steps
 from experiments.lm import grid
+from experiments.lm.folders import RESULTS, Folders
 from experiments.lm.report import FIGURES, missing_figures, report
 from experiments.lm.tasks import TASKS
 from experiments.reproduce.pack import unpack
 from mgk.files import write_text
 
-RESULTS, RUNS, REPORT = Path("results") / "lm", Path("runs") / "lm", Path("docs") / "study.md"
+RUNS, REPORT = Path("runs") / "lm", Path("docs") / "study.md"
 ROW_MINUTES = 0.7  # to time a step of one row, with compilation
 ORDER = (
     "sweep",
@@ -53,38 +54,6 @@ DATA = {
     "lra-modern": "lra-image, imdb",
 }  # prepared sets of a piece; the others read enwik8
 LRA_MINUTES = 5.0
-
-
-@dataclass(frozen=True)
-class Folders:
-    """Where records and runs are."""
-
-    results: Path
-    """Of the study: cells/ and steps.json."""
-    paper: Path
-    """Records of the paper's tables."""
-    runs: Path
-
-    def of(self, piece: str) -> Path:
-        return self.paper if piece == "lra" else self.results / "cells"
-
-    @property
-    def steps(self) -> Path:
-        return self.results / "steps.json"
-
-    def records(self) -> list[grid.Record]:
-        """Read all records of the study. The sweep's come first, since they decide the rates of the others."""
-        cells = self.results / "cells"
-        paths = sorted((cells / "sweep").glob("[!.]*.json"))
-        sweep = [read_one(path, cells, {}) for path in paths]
-        rates = grid.chosen_rates(sweep)
-        return read_all(cells, lambda name: grid.parse(name, rates))
-
-
-def read_one(path: Path, cells: Path, rates: grid.Rates) -> grid.Record:
-    from experiments.cells.records import load
-
-    return load(path, cells, lambda name: grid.parse(name, rates))
 
 
 @dataclass

@@ -77,7 +77,7 @@ class OwnValueAttention(MixtureAttention):
     def _attend(self, inputs: AttentionInputs) -> Float[Tensor, "b h n d"]:
         if inputs.key_mask is not None or inputs.query_mask is not None:
             raise ValueError("key_padding_mask: expected none with own values, got one")
-        value = inputs.value.view(-1, self.num_heads, self.num_components, *inputs.value.shape[2:])  # (B,H,M,N,D)
+        value = inputs.value.unflatten(1, (self.num_heads, self.num_components))  # type: ignore[no-untyped-call]
         key = inputs.key if inputs.shift is None else inputs.key[:, :, None] + inputs.shift[:, :, None].to(inputs.key)
         return own_value_attention(
             inputs.query, key, value, inputs.log_prior, is_causal=inputs.is_causal, impl=inputs.impl

@@ -20,8 +20,11 @@ from pathlib import Path
 from experiments.cells.records import path_of, stale
 from experiments.cells.runner import run_cells
 from experiments.cells.steps import STEPS, measure, read_steps
+from experiments.lm.folders import read as read_study
+from experiments.lm.page import page
 from experiments.reproduce import RESULTS, RUNS, grid
-from experiments.reproduce.report import FIGURES, read_timings, report
+from experiments.reproduce.claims import quality_claims
+from experiments.reproduce.report import FIGURES, older_verdicts, read_timings, report, tabulate
 from mgk.files import write_text
 
 REPORT = Path("docs") / "results.md"
@@ -78,8 +81,11 @@ def tell_absent(absent: Mapping[str, str]) -> None:
 
 
 def text(found: Sequence[grid.Record], results: Path) -> str:
-    """Return the report, with the timings that lie beside the folder of records."""
-    return report(found, read_timings(results.parent / "bench-cuda.json"), read_steps(results.parent / STEPS.name))
+    """Return the report, with the timings and the study that lie beside the folder of records."""
+    timings, steps = read_timings(results.parent / "bench-cuda.json"), read_steps(results.parent / STEPS.name)
+    study = results.parent / "lm"
+    older = older_verdicts(quality_claims(tabulate(found)))
+    return report(found, timings, steps, page(read_study(study), read_steps(study / STEPS.name), older))
 
 
 def read(results: Path) -> list[grid.Record]:

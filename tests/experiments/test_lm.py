@@ -17,8 +17,9 @@ from experiments.cells import records, steps
 from experiments.lm import grid, noise, tasks
 from experiments.lm.claims import Comparison, Finding, comparisons, findings, judge, tabulate
 from experiments.lm.costs import Point, beaten, cost, frontier, points
+from experiments.lm.folders import Folders
 from experiments.lm.grid import FULL, HALF, MAIN, OPTIONS, SIDE, SWEEP_SEED, Cell, Record, Row, parse, pieces
-from experiments.lm.main import Folders, main
+from experiments.lm.main import main
 from experiments.lm.noise import detectable, seeds_needed, seeds_of_main
 from experiments.lm.report import report
 from mgk.models import build

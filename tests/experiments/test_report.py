@@ -137,8 +137,9 @@ def test_rich_and_matplotlib_are_not_needed(tmp_path: Path) -> None:
     results = written(tmp_path / "cells", records())
     program = (
         "import sys\n"
-        "for name in ('rich', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
-        "import experiments.cells.runner, experiments.cells.inside, experiments.reproduce.pack\n"
+        "absent = 'rich', 'matplotlib', 'transformers', 'tokenizers', 'sacrebleu', 'PIL'\n"
+        "for name in absent: sys.modules[name] = None\n"
+        "import experiments.cells.runner, experiments.cells.inside, experiments.reproduce.pack, experiments.lm.main\n"
         "from experiments.reproduce.main import main\n"
         "raise SystemExit(main(['figures', '--results', sys.argv[1], '--out', sys.argv[2]]))\n"
     )

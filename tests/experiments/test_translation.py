@@ -13,12 +13,12 @@ import mgk.data
 from experiments.lm.translation import Decoder, bleu, translations
 from mgk.data import Translations
 from mgk.models import Translator
-from mgk.train import train
+from mgk.train import replace, train
 from tests.recipes.common import small
 
 
 def test_text_is_decoded_as_the_tokenizer_does(tmp_path: Path) -> None:
-    lines = ["Zwei Männer – größer als 3 €", "a\tb  c", "naïve ¡ 日本"]
+    lines = ["Zwei Männer, größer als 3 €", "a\tb  c", "naïve ¡ 日本"]
     for name in ("train", "val", "test_2016_flickr"):
         for language in ("en", "de"):
             (tmp_path / f"{name}.{language}").write_text("".join(f"{line}\n" for line in lines))
@@ -29,7 +29,7 @@ def test_text_is_decoded_as_the_tokenizer_does(tmp_path: Path) -> None:
     decode, library = Decoder(prepared.tokenizer), Tokenizer.from_file(str(prepared.tokenizer))
     for row, line in enumerate(lines):
         tokens = split.targets.row(row).tolist()
-        assert decode([0, *tokens, 0]) == library.decode(tokens) == line
+        assert decode(tokens) == library.decode(tokens) == line
 
 
 def test_bleu_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +53,19 @@ def test_bleu_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if pytest.importorskip("sacrebleu"):
             assert bleu(run, tmp_path) == pytest.approx(100)
     assert bleu(run, tmp_path) < 50
+
+
+def test_what_reads_one_sequence_refuses_a_translator(tmp_path: Path) -> None:
+    from mgk.hf.config import MGKConfig
+    from mgk.hf.convert import from_run
+    from mgk.inspect.runs import Run
+
+    config = small("multi30k", tmp_path)
+    run = tmp_path / "run"
+    train(replace(config, steps=1, optimiser__warmup=1), run, data_root=tmp_path)
+    with pytest.raises(ValueError, match="expected a model that reads one sequence, got a translator"):
+        Run.open(run)
+    with pytest.raises(ValueError, match=r"expected a run of a classifier or .* got one of translation"):
+        from_run(run)
+    with pytest.raises(TypeError, match=r"config: expected one of mgk\.models, ClassifierConfig"):
+        MGKConfig.from_model(config.model)

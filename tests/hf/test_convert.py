@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import mgk.data
 from mgk.cli.hf import convert, generate
@@ -212,45 +212,6 @@ def test_the_command_converts_in_both_directions(
     convert((tmp_path / "hf", tmp_path / "back"))
     assert capsys.readouterr().out == f"written to {tmp_path / 'hf'}\nwritten to {tmp_path / 'back'}\n"
     assert same_runs(root / "run", tmp_path / "back")
-
-
-def test_the_command_halves_the_heads_of_a_run(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, out = runs["enwik8"], tmp_path / "half"
-    convert((out,), from_=str(root / "run"), heads_to_mixtures=True, finetune=2, windows=4, data_root=root)
-    shown = capsys.readouterr().out
-    report = json.loads((out / "merge.json").read_text())
-    assert report["heads"] == [2, 1]
-    assert set(report["loss"]) == {"before", "merged", "tuned"}
-    assert f"merged {report['loss']['merged']:.4f}" in shown
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert (model.config.attention, model.config.heads) == ("mgk", 1)
-    assert AutoTokenizer.from_pretrained(out)("a")["input_ids"] == [97]
-
-
-def test_the_command_halves_the_heads_of_a_transformers_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    settings = foreign("gpt2")[0].config
-    settings.vocab_size = 257
-    GPT2LMHeadModel(settings).save_pretrained(tmp_path / "gpt")
-    byte_tokenizer(1).save_pretrained(tmp_path / "gpt")
-    (tmp_path / "text.txt").write_text(TEXT[:3000])
-    options: dict[str, Any] = {"from_": str(tmp_path / "gpt"), "length": 16, "windows": 4}
-    with pytest.raises(ValueError, match="--text: expected a file"):
-        convert((tmp_path / "none",), heads_to_mixtures=True, **options)
-    for name, value, expected in (
-        ("length", 64, "at most 32, the positions of .*gpt"), ("length", 0, "at least 1"),
-        ("batch", 0, "at least 1"), ("windows", 0, "at least 1"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"--{name}: expected {expected}, got {value}"):
-            convert((tmp_path / "none",), drop=True, text=tmp_path / "text.txt", **options | {name: value})
-    convert((tmp_path / "half",), heads_to_mixtures=True, text=tmp_path / "text.txt", **options)
-    convert((tmp_path / "drop",), drop=True, text=tmp_path / "text.txt", **options)
-    for name, components in (("half", 2), ("drop", 1)):
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.mixture_components == components
-    with pytest.raises(ValueError, match=r"--tokens: expected at most 29 after this prompt .*, got 30"):
-        generate(tmp_path / "half", prompt="Lic", tokens=30, device="cpu")
 
 
 def test_the_command_line_options(tmp_path: Path) -> None:

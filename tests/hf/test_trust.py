@@ -107,6 +107,14 @@ def test_other_errors_are_not_reported_as_a_full_disk(tmp_path: Path) -> None:
         (tmp_path / "nothing").read_text()
 
 
+def test_a_broken_tokenizer_is_named(folder: Path, tmp_path: Path) -> None:
+    here = copied(folder, tmp_path / "hf")
+    (here / SUMS).unlink()
+    (here / "tokenizer.json").write_text("{{")
+    with pytest.raises(OSError, match=rf"{here}: its tokenizer cannot be read \(Expecting property name"):
+        load_for_generation(here)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_code_beside_a_model_is_neither_run_nor_asked_about(known: bool, tmp_path: Path) -> None:
     make("language").save_pretrained(tmp_path)

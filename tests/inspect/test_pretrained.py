@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from mgk.cli import inspect as commands
-from mgk.data.bpe import train
+from mgk.data.bpe import Text, train
 from mgk.hf import MGKForCausalLM
 from mgk.hf.tokenizer import byte_tokenizer
 from mgk.inspect import Factors
@@ -126,6 +126,15 @@ def test_the_command(gpt2: str, tmp_path: Path) -> None:
         assert data["models"][0]["answer"]["what"] == "next token"
 
 
+def test_damaged_weights_are_not_shown(tmp_path: Path) -> None:
+    """The checksums beside weights are compared before these are read."""
+    save(MGKForCausalLM(config("language", vocabulary=256)), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(OSError, match=r"model.safetensors: damaged or changed"):
+        commands.explore((tmp_path,), text="a")
+
+
 def test_errors_say_what_to_do(gpt2: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--text: expected the input of the Transformers model"):
         commands.explore((), hf=(gpt2,))
@@ -148,7 +157,7 @@ def test_every_character_belongs_to_one_token() -> None:
 
 def test_subwords_of_a_run_have_readable_labels() -> None:
     """Of a text and of ids; ids that start inside a character are decoded one by one."""
-    tokenizer = SubwordTokenizer(train("test", ["the cat and the dog 😀 " * 50], 300))
+    tokenizer = SubwordTokenizer(train("test", Text(lambda: iter(["the cat and the dog 😀 " * 50])), 300))
     ids, labels = tokenizer.encode("the cat 😀")
     assert "".join(labels) == "the cat 😀"
     assert labels[0] == "the"

@@ -79,7 +79,16 @@ def test_a_log_is_read_once_and_a_broken_line_is_named(tmp_path: Path, monkeypat
         run.curve("train", metric)
     assert read == [path]
     assert run.curve("train", "loss") == ([1, 2], [2.0, 2.0])
-    for broken in ("nonsense", "[1]", '{"event": "train"}', "[" * 100_000):
+    path.write_text(line + line.replace("2.0", '"<b>"') + line.replace("2.0", "[1]"))
+    assert Run(tmp_path, tiny()).curve("train", "loss") == ([1], [2.0])
+    for broken in (
+        "nonsense",
+        "[1]",
+        '{"event": "train"}',
+        '{"event": [1], "step": 1}',
+        line[:-2].replace("1", "[1]") + "}",
+        "[" * 100_000,
+    ):
         path.write_text(f"{line}{broken}\n{line}")
         with pytest.raises(ValueError, match=r"log.jsonl, line 2: expected a JSON object with event and step"):
             Run(tmp_path, tiny()).curve("train", "loss")

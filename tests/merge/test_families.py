@@ -19,6 +19,7 @@ from mgk.merge import merge_heads
 from mgk.merge.attention import warn_dense_weights
 from mgk.merge.families import FAMILIES
 from mgk.merge.layers import layers_of
+from mgk.merge.static import MixtureStaticCache
 from tests.hf.common import same_weights
 from tests.merge.families import GENERATIVE, MODELS, family_model, logits, other, twin
 
@@ -46,6 +47,13 @@ def test_the_table_has_every_family() -> None:
     assert {family.prefix for family in FAMILIES} == {
         next(family.prefix for family in FAMILIES if kind in family.classes) for kind, _ in MODELS.values()
     }
+
+
+def test_the_page_on_merging_has_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs/merging.md").read_text()
+    rows = page[page.index("| family |") : page.index('"Exact" means')].splitlines()[2:]
+    named = {name.strip() for row in rows if row.startswith("|") for name in row.split("|")[1].split(",")}
+    assert named == {family.prefix for family in FAMILIES}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,6 +125,9 @@ def test_a_merged_model_generates_with_its_cache(name: str) -> None:
     assert torch.equal(small.generate(**batch, **options), expected)
     alone = {n: x[:1, 4:] for n, x in batch.items()}  # without its padding
     assert torch.equal(small.generate(**alone, **options)[0, 8:], expected[0, 12:])
+    static = {**options, "cache_implementation": "static"}
+    assert torch.equal(small.generate(**batch, **static), expected)
+    assert torch.equal(small.generate(**alone, **static)[0, 8:], expected[0, 12:])
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma2"])  # its eager function is replaced above
@@ -134,3 +145,26 @@ def test_attention_weights_of_equal_heads_are_those_of_transformers(name: str) -
         )
     for one, two in zip(wanted, found, strict=True):  # (B,H,N,N)
         torch.testing.assert_close(two, one[:, : two.shape[1]], rtol=0, atol=2e-7)  # a softmax in float32
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_static_cache_takes_prompts_in_parts(name: str) -> None:
+    """Logits of a prompt in two parts and of single tokens are those without a cache; the cache is of fixed shape."""
+    model, batch = family_model(name)
+    small: Any = merge_heads(model, [batch])[0]
+    cache = MixtureStaticCache(small.config, 20)
+    found, start = [], 0
+    for stop in (5, 9, 10, 11, 12):
+        part = batch["input_ids"][:, start:stop]
+        mask = batch["attention_mask"][:, :stop]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:]
+        with torch.no_grad():
+            found.append(small(part, attention_mask=mask, past_key_values=cache, position_ids=positions).logits)
+        start = stop
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expected = small(**batch, position_ids=positions, use_cache=False).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(torch.cat(found, 1)[real], expected[real], **EXACT)
+    layer: Any = cache.layers[-1]
+    assert layer.keys.shape[1] == 2 * layer.values.shape[1]
+    assert layer.keys.shape[2] == layer.values.shape[2] == 20

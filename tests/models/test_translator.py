@@ -95,7 +95,8 @@ def test_translations_are_the_most_likely_tokens(variant: str) -> None:
 def test_every_parameter_learns() -> None:
     model = make(attention="mgk").train()
     source, tokens = sentences()
-    model.loss({"source": source, "tokens": tokens, "target": tokens})["loss"].backward()
+    loss = model.loss({"source": source, "tokens": tokens, "target": tokens})["loss"]
+    loss.backward()  # type: ignore[no-untyped-call]
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 

@@ -67,7 +67,9 @@ def convert(
     from_: str = "",
     heads_to_mixtures: bool = False,
     drop: bool = False,
+    pool: bool = False,
     text: Path | None = None,
+    images: Path | None = None,
     windows: int = 16,
     length: int = 256,
     finetune: int = 0,
@@ -85,8 +87,8 @@ def convert(
 
     mgk convert --from MODEL --heads-to-mixtures FOLDER halves the heads of a trained softmax model: the most similar
     heads are merged, two into one mixture-key head, and --finetune STEPS recovers the loss. MODEL is a run of
-    `mgk train`, which is measured and tuned on its own data, or a Transformers model (GPT-2, Llama, Mistral, Qwen2),
-    which needs --text FILE for that.
+    `mgk train`, which is measured and tuned on its own data, or a Transformers model, which needs --text FILE (language
+    models and encoders) or --images FOLDER (ViT, DeiT) for that. docs/merging.md lists the families.
 
     In Python: `mgk.hf.run_to_hf`, `mgk.hf.hf_to_run`, `mgk.hf.merge_heads` and `mgk.merge.finetune`.
 
@@ -95,8 +97,10 @@ def convert(
         from_: run, folder or hub name of a softmax model.
         heads_to_mixtures: merge its heads in pairs.
         drop: drop every second head instead, as a baseline.
+        pool: replace every two key and value heads by their mean instead (grouped queries), as a baseline.
         text: file to calibrate and fine-tune on, and to measure on (its last tenth), for a Transformers model.
-        windows: number of windows of the text to calibrate on.
+        images: the same for a model of images, a folder with PNG or JPEG files.
+        windows: number of windows of the text, or of images, to calibrate on.
         length: tokens per window.
         finetune: steps of fine-tuning.
         lr: peak learning rate of the fine-tuning.
@@ -113,12 +117,14 @@ def convert(
         raise UsageError(f"PATHS: expected {wanted}, got {len(paths)} paths")
     *sources, out = paths
     if from_:
-        if not heads_to_mixtures and not drop:
-            raise UsageError("--from: expected --heads-to-mixtures (or --drop) with it, got neither")
+        chosen = [name for name, given in (("merge", heads_to_mixtures), ("drop", drop), ("pool", pool)) if given]
+        if len(chosen) != 1:
+            wanted = "one of --heads-to-mixtures, --drop and --pool"
+            raise UsageError(f"--from: expected {wanted} with it, got {len(chosen)} of them")
         from mgk.hf.halve import halve
 
         halve(
-            from_, out, method="drop" if drop else "merge", text=text, windows=windows, length=length,
+            from_, out, method=chosen[0], text=text, images=images, windows=windows, length=length,
             finetune_steps=finetune, lr=lr, batch=batch, which=which, data_root=data_root, say=print,
         )  # fmt: skip
         return

@@ -111,7 +111,10 @@ def _page(runs: list[Run], names: tuple[str, ...], text: str | None, index: int 
     if names:
         import mgk.hf  # noqa: F401  # registers the models of mgk
         from mgk.inspect.pretrained import pretrained_model
+        from mgk.merge.sums import check_sums
 
+        for name in names:
+            check_sums(Path(name))
         others = [pretrained_model(name, text or "", length=length) for name in names]
     layers = sum(run.config.model.layers for run in runs) + sum(len(model.layers) for model in others)
     with Progress("explore", layers) as progress:

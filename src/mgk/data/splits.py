@@ -172,7 +172,7 @@ class Translations(Split):
     @property
     def lengths(self) -> Array:
         """(n,), of the longer of both, with the 0 at the start of the target."""
-        return np.maximum(self.sources.lengths, self.targets.lengths + 1)
+        return np.maximum(self.sources.lengths, self.targets.lengths + 1)  # type: ignore[no-any-return]
 
     def batch(self, indices: Array, length: int) -> Batch:
         """source and source_mask (B,N); tokens (B,N), 0 and the target; target (B,N), the target, 0, and then -100"""

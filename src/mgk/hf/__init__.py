@@ -24,6 +24,7 @@ from mgk.hf.models import (
     MGKForSequenceClassification,
     MGKModel,
 )
+from mgk.hf.token_heads import HEADS, MGKForMaskedLM, MGKForQuestionAnswering, MGKForTokenClassification
 from mgk.merge import MergeReport, finetune, mean_loss, merge_heads
 
 __all__ = [
@@ -32,7 +33,10 @@ __all__ = [
     "MGKForCausalLM",
     "MGKForDocumentMatching",
     "MGKForImageClassification",
+    "MGKForMaskedLM",
+    "MGKForQuestionAnswering",
     "MGKForSequenceClassification",
+    "MGKForTokenClassification",
     "MGKModel",
     "MergeReport",
     "finetune",
@@ -44,7 +48,7 @@ __all__ = [
 ]
 
 transformers.AutoConfig.register("mgk", MGKConfig, exist_ok=True)
-for _model in (MGKModel, *TASKS):
+for _model in (MGKModel, *TASKS, *HEADS):
     getattr(transformers, _model.auto).register(MGKConfig, _model, exist_ok=True)
 # `Trainer` shifts the labels that it smooths only for the models of this list.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mgk"] = MGKForCausalLM.__name__

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     BaseModelOutputWithPoolingAndCrossAttentions,
@@ -26,14 +27,30 @@ from transformers.utils.output_capturing import capture_outputs
 from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.config import MGKConfig
 from mgk.hf.inputs import Texts, check_options, read_texts
+from mgk.hf.output import as_output_layer
 from mgk.merge.sums import SummedModel
 from mgk.models import build
-from mgk.nn import Block, Stack
+from mgk.nn import Block, Stack, TiedSoftmax
+from mgk.nn.arguments import loads_its_weight
+from mgk.nn.block import recomputed
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 HEADS = ("output", "lm_head", "classifier")  # modules of `mgk.models` that a base model does not have
+UNEXPECTED = [rf"^mgk\.{head}\." for head in HEADS] + [r"^(score|qa_outputs|output)\."]  # in files of other tasks
+CACHE = 3  # the place of the cache in the arguments of `Block.forward`
+
+
+class TransformersBlock(GradientCheckpointingLayer, Block):
+    """A layer whose gradient checkpointing Transformers turns on and off. Its M-steps are made once."""
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """Apply the layer; the arguments are those of `Block.forward`."""
+        cached = len(inputs) > CACHE and inputs[CACHE] is not None  # such a call has no gradient
+        if not self.gradient_checkpointing or not self.training or cached:
+            return nn.Module.__call__(self, *inputs)  # type: ignore[no-any-return]
+        return recomputed(partial(nn.Module.__call__, self), self.attention, inputs)
 
 
 class MGKPreTrainedModel(SummedModel):
@@ -41,12 +58,12 @@ class MGKPreTrainedModel(SummedModel):
 
     config: MGKConfig
     config_class = MGKConfig
-    base_model_prefix = ""  # a weight has the same name in all classes
+    base_model_prefix = "model"
     kinds: ClassVar[tuple[str, ...]] = ()
     auto = "AutoModel"
     pipeline: ClassVar[str]  # the hub's name of the task
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["TransformersBlock"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
     _supports_attention_backend = False
 
@@ -57,12 +74,45 @@ class MGKPreTrainedModel(SummedModel):
                 f"config.kind: expected {' or '.join(self.kinds)} for {type(self).__name__}, got {config.kind}"
             )
         self.mgk: Any = self._build(config)
+        self._add_head(config)
         self.gradient_checkpointing = config.recompute
-        self._on_meta = any(x.is_meta for x in self.mgk.parameters())  # `from_pretrained` loads the weights afterwards
+        self._on_meta = any(x.is_meta for x in self.parameters())  # `from_pretrained` loads the weights afterwards
         self.post_init()
 
     def _build(self, config: MGKConfig) -> nn.Module:
         return build(config.to_model())
+
+    def _add_head(self, config: MGKConfig) -> None:
+        """Create the modules of a head that `mgk.models` does not have."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "mgk":
+            as_transformers_layers(value)
+        super().__setattr__(name, value)
+
+    @property
+    def _output_capturing_hooks_installed(self) -> bool:
+        """Whether Transformers has hooks in the layers that collect hidden states, through this model or a view."""
+        return "_captured" in self.mgk.__dict__
+
+    @_output_capturing_hooks_installed.setter
+    def _output_capturing_hooks_installed(self, value: bool) -> None:
+        self.mgk.__dict__["_captured"] = value
+
+    @property
+    def model(self) -> MGKPreTrainedModel:
+        """The model without its head. It shares all modules, so weights keep their names; `base_model` returns it."""
+        if isinstance(self, MGKModel):
+            raise AttributeError("model: MGKModel has no head, it is the base model itself")
+        view = self.__dict__.get("_view")
+        if view is None or view.mgk is not self.mgk:
+            view = MGKModel.__new__(MGKModel)
+            SummedModel.__init__(view, self.config)
+            view.mgk, view.gradient_checkpointing, view._on_meta = self.mgk, False, False
+            view.post_init()
+            self.__dict__["_view"] = view  # no submodule of this one
+        view.training = self.training
+        return view  # type: ignore[no-any-return]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,11 +130,16 @@ class MGKPreTrainedModel(SummedModel):
         """Give weights that the file did not contain the initial values of `mgk.models`."""
         if not self._on_meta:
             return
-        missing = {name: x for name, x in _tensors(self.mgk) if not getattr(x, "_is_hf_initialized", False)}
+        missing = {name: x for name, x in _tensors(self) if not getattr(x, "_is_hf_initialized", False)}
         if missing:
-            fresh = dict(_tensors(self._build(self.config)))
+            fresh = dict(_tensors(type(self)(self.config)))
             for name, tensor in missing.items():
                 tensor.copy_(fresh[name])
+
+    def wants_states(self, options: dict[str, Any]) -> bool:
+        """Whether the states of all layers are to be returned."""
+        asked = options.get("output_hidden_states")
+        return bool(self.config.output_hidden_states if asked is None else asked)
 
     @capture_outputs
     def encode(
@@ -92,13 +147,16 @@ class MGKPreTrainedModel(SummedModel):
     ) -> BaseModelOutputWithPast:
         """Return the states that the head reads, and those of all layers if `output_hidden_states` asks for them."""
         if texts is None:
-            hidden = self.mgk.hidden(pixel_values)
+            states: list[Tensor] = []
+            if loads_its_weight(self.mgk):  # its positions are there only in a call
+                self.mgk(pixel_values, states.append)
+            hidden = states[0] if states else self.mgk.hidden(pixel_values)
         else:
             tokens, mask, positions, documents = texts
             encode = partial(self.mgk.hidden, last=None) if self.config.kind == "language" else self.mgk.encoder
             past = None if cache is None else stack_of(cache)
             hidden = encode(tokens, mask, positions, past, documents=documents)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)  # type: ignore[arg-type]
 
     def cache_for(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, given: Cache | None, use_cache: bool | None
@@ -111,12 +169,6 @@ class MGKPreTrainedModel(SummedModel):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         fresh = partial(self.mgk.new_cache, 0 if tokens is None else len(tokens))
         return MGKCache(fresh()) if given is None else adopt(given, fresh)
-
-    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **__: Any) -> None:
-        self.gradient_checkpointing = enable
-        for module in self.modules():
-            if isinstance(module, Stack):
-                module.recompute = enable
 
     def get_input_embeddings(self) -> nn.Module:
         return self.mgk.patches if self.config.kind == "vision" else self.mgk.encoder.tokens  # type: ignore[no-any-return]
@@ -132,10 +184,17 @@ class MGKModel(MGKPreTrainedModel):
     """The model without its head: the last hidden state of every token or patch, and their mean."""
 
     kinds = ("classifier", "matcher", "language", "vision")
-    _keys_to_ignore_on_load_unexpected = [rf"^mgk\.{head}\." for head in HEADS]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = UNEXPECTED
 
     def _build(self, config: MGKConfig) -> nn.Module:
         return without_head(super()._build(config))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weights, without those of a head that another class has on the same modules."""
+        found = super().state_dict(*args, **kwargs)
+        for name in [name for name in found if name.startswith(tuple(f"mgk.{head}." for head in HEADS))]:
+            del found[name]
+        return found
 
     @can_return_tuple
     def forward(
@@ -154,7 +213,7 @@ class MGKModel(MGKPreTrainedModel):
         The pooled output is the mean over the real tokens, or what a classifier of images reads; packed documents have
         none. A cache is for language models; see `MGKForCausalLM`.
         """
-        hooked = kwargs.get("output_hidden_states")
+        hooked = self.wants_states(kwargs)
         if self.config.kind == "vision":
             check_options(kwargs)
             if pixel_values is None:
@@ -175,6 +234,25 @@ class MGKModel(MGKPreTrainedModel):
         mask = None if mask is None else mask[:, -hidden.shape[1] :]
         weight = hidden.new_ones(hidden.shape[:2]) if mask is None else mask.to(hidden.dtype)
         return _output(found, torch.einsum("bn,bne->be", weight, hidden) / weight.sum(1, keepdim=True).clamp(min=1))
+
+
+def as_transformers_layers(model: nn.Module) -> None:
+    """Make the layers of a model of `mgk.models` those of Transformers, and its tied softmax an output layer.
+
+    `recompute` becomes gradient checkpointing.
+    """
+    for module in model.modules():
+        if isinstance(module, Stack):
+            for layer in module.layers:
+                assert isinstance(layer, Block)
+                if type(layer) is Block:
+                    layer.__class__ = TransformersBlock
+                if module.recompute and isinstance(layer, TransformersBlock):
+                    layer.gradient_checkpointing = True
+            module.recompute = False
+    output = getattr(model, "output", None)
+    if type(output) is TiedSoftmax and output.cluster_weight is None and model.lm_head is None:
+        as_output_layer(output, model)
 
 
 def without_head(model: nn.Module) -> nn.Module:

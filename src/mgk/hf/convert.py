@@ -46,6 +46,8 @@ def from_run(run: str | Path, which: str = "best") -> MGKPreTrainedModel:
     """Load the "best" or "last" checkpoint of a run as a Transformers model, in evaluation mode."""
     inner, settings = load_model(run, which)
     padding = None if settings.kind in ("language", "vision") else 0
+    if settings.kind not in CLASSES:
+        raise ValueError(f"{run}: expected a run of a {' or '.join(CLASSES)} model, got one of {settings.kind}")
     model = CLASSES[settings.kind](MGKConfig.from_model(settings.model, pad_token_id=padding))
     model.mgk = inner
     model.eval()

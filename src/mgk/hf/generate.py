@@ -34,7 +34,12 @@ def load_folder(folder: str | Path) -> tuple[Any, Any]:
     """Load a language model of Transformers and its tokenizer, in evaluation mode; code beside them is never run."""
     check_sums(Path(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-    return model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ImportError:
+        raise
+    except Exception as error:  # each library has errors of its own, which name no file
+        raise OSError(f"{folder}: its tokenizer cannot be read ({' '.join(str(error).split())})") from error
 
 
 class _Streamer(TextStreamer):

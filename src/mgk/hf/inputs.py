@@ -18,7 +18,11 @@ from mgk.nn.documents import Documents
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-IGNORED = ("output_hidden_states", "return_dict", "use_cache", "token_type_ids", "num_items_in_batch", "cache_position")
+# `generate` passes its tokenizer on, too.
+IGNORED = (
+    "output_hidden_states", "return_dict", "use_cache", "token_type_ids", "num_items_in_batch", "cache_position",
+    "tokenizer",
+)  # fmt: skip
 
 
 class Texts(NamedTuple):

@@ -5,18 +5,21 @@ B batch, N positions of this call, Nk positions so far, E width of the model, V 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from mgk.hf.base import MGKModel, MGKPreTrainedModel
-from mgk.hf.cache import MGKCache, stack_of
+from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.heads import MGKForDocumentMatching, MGKForImageClassification, MGKForSequenceClassification
 from mgk.hf.inputs import check_options, read_texts
+from mgk.hf.output import OutputLayer, summed_loss
 from mgk.nn.output import IGNORE
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        logits_in_training: bool | None = None,
+        cache_position: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the logits of the next token in float32, and the loss if there are labels.
@@ -63,17 +68,20 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             position_ids: (B,N); None counts the real tokens. Where they start again in a row, a new document begins.
             past_key_values: an `MGKCache`, or an empty `DynamicCache`. No gradient flows through such a call.
             inputs_embeds: (B,N,E), what the embedding returns for tokens, instead of `input_ids`.
-            labels: (B,N), the same as `input_ids`: the model shifts them. -100 is ignored. In training only the loss
-                is returned, and the logits (B,N,V) are never all in memory.
-            use_cache: return a cache; by default only if one was passed.
+            labels: (B,N), the same as `input_ids`: the model shifts them. -100 is ignored.
+            use_cache: return a cache. By default `config.use_cache`, where no gradient is computed, there are no labels
+                and nothing traces the model.
             logits_to_keep: return the logits of this number of last positions, or at these positions; 0 means all.
             num_items_in_batch: divisor of the summed loss, which `Trainer` passes when it accumulates gradients.
+            logits_in_training: in training with labels return the logits, too. By default that is
+                `config.logits_in_training`, which is False: then the logits (B,N,V) are never all in memory.
+            cache_position: ignored, the cache knows its length.
             kwargs: `shift_labels` (B,N), targets that are already shifted, instead of `labels`, for sequences that are
                 split between devices. It is not a named argument because `Trainer` would expect it in every batch.
                 `cu_seq_lens_q`, `seq_idx` and so on, which collators pass beside packed documents.
         """
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
-        hooked = kwargs.get("output_hidden_states")
+        hooked = self.wants_states(kwargs)
         cache = self.cache_for(input_ids, inputs_embeds, past_key_values, use_cache)
         keeps_all = isinstance(logits_to_keep, int) and not logits_to_keep
         if shift_labels is not None or labels is not None:
@@ -82,7 +90,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             if not keeps_all:
                 raise ValueError(f"logits_to_keep: expected 0 with labels, got {logits_to_keep}")
         if isinstance(cache, MGKCache) and input_ids is not None and not hooked:
-            step = None if self.config.output_hidden_states else cache.step(self.mgk, input_ids.shape[1])
+            step = cache.step(self.mgk, input_ids.shape[1])
             if step is not None:
                 check_options(kwargs)
                 place = None if position_ids is None else position_ids.expand_as(input_ids)
@@ -92,28 +100,46 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             self, input_ids, inputs_embeds, attention_mask, position_ids, kwargs, start=start, cached=cache is not None
         )
         check_options(kwargs)
+        if use_cache is None and cache is None and labels is None and shift_labels is None and texts.documents is None:
+            quiet = not (torch.is_grad_enabled() or self.training or torch.compiler.is_compiling())
+            cache = self.cache_for(input_ids, inputs_embeds, None, quiet and self.config.use_cache)
         found = self.encode(texts, cache=cache, output_hidden_states=hooked, return_dict=True)
         hidden, weight = found.last_hidden_state, self.mgk.output_weight
-        loss = logits = None
+        loss: Any = None
+        logits: Any = None
         if labels is not None and shift_labels is None:
             shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
         if shift_labels is not None:
             target = shift_labels.flatten().long()
             count = (target != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            loss = self.mgk.output.total_loss(hidden.flatten(0, 1), weight, target) / count
-        if shift_labels is None or not self.training:
+            loss = summed_loss(self.mgk.output, hidden.flatten(0, 1), weight, target) / count
+        if logits_in_training is None:
+            logits_in_training = self.config.logits_in_training
+        if shift_labels is None or not self.training or logits_in_training:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.mgk.output(hidden[:, kept], weight)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=cache, hidden_states=found.hidden_states
         )
 
-    def get_output_embeddings(self) -> nn.Linear | None:
-        """Return the output layer of a model whose embeddings are not tied, or None: it uses the input embeddings."""
-        return self.mgk.lm_head  # type: ignore[no-any-return]
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the output layer, whose weight may be that of the embedding; None for an adaptive softmax."""
+        if self.mgk.lm_head is not None:
+            return self.mgk.lm_head  # type: ignore[no-any-return]
+        return self.mgk.output if isinstance(self.mgk.output, OutputLayer) else None
+
+    lm_head = property(get_output_embeddings)
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.mgk.lm_head = value
+        """Replace the output layer; a tied one keeps the weight of the embedding, which `set_input_embeddings` sets."""
+        if value is not self.mgk.output:
+            self.mgk.lm_head = value
+
+    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the output layer of another size; a tied one has the rows of the embedding."""
+        if isinstance(old_lm_head, OutputLayer):
+            return old_lm_head
+        return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Change the vocabulary of a model with a plain softmax; an adaptive one has clusters by frequency."""
@@ -137,6 +163,10 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         batch_size: int, max_cache_length: int,
     ) -> None:  # fmt: skip
         kind = generation_config.cache_implementation
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if isinstance(given := model_kwargs.get("past_key_values"), StaticCache):  # which generate() would compile
+            graph = not generation_config.disable_compile
+            model_kwargs["past_key_values"] = adopt(given, partial(self.mgk.new_cache, rows), graph=graph)
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -144,7 +174,6 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             return
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise ValueError(f"cache_implementation: expected 'dynamic' or 'static' for this model, got {kind!r}")
-        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         capacity = max_cache_length if kind == "static" else 0
         graph = not generation_config.disable_compile
         compile = graph and generation_config.compile_config is not None

@@ -68,7 +68,10 @@ class Run:
         folder = Path(folder)
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder}: expected the folder of a run (mgk train), found no config.json in it")
-        return cls(folder, read(folder / "config.json"), which, data_root)
+        config = read(folder / "config.json")
+        if config.kind == "translation":
+            raise ValueError(f"{folder}: expected a model that reads one sequence, got a translator, which has two")
+        return cls(folder, config, which, data_root)
 
     @property
     def name(self) -> str:
@@ -123,9 +126,9 @@ class Run:
         for number, line in enumerate(lines, 1):
             try:
                 values = json.loads(line)
-                if not {"event", "step"} <= values.keys():
+                if not isinstance(values["event"], str) or not isinstance(values["step"], int):
                     raise ValueError
-            except (ValueError, AttributeError, RecursionError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 if number == len(lines):
                     break
                 raise ValueError(f"{path}, line {number}: expected a JSON object with event and step") from None
@@ -140,7 +143,7 @@ class Run:
         points = [
             (float(line["step"]), float(line[metric]))
             for line in self.log
-            if line["event"] == event and math.isfinite(line.get(metric, math.nan))
+            if line["event"] == event and isinstance(line.get(metric), int | float) and math.isfinite(line[metric])
         ]
         return [step for step, _ in points], [value for _, value in points]
 

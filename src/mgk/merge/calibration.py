@@ -27,7 +27,7 @@ class Norm:
     key: Float[Tensor, "hk d"]
     eps: float
     together: bool
-    """Whether the mean is that of all heads of a position together (OLMo 2), not that of each head (Qwen3, Gemma 3)."""
+    """Whether the mean is over all heads of a position (OLMo 2), not over each head (Qwen3, Gemma 3, mgk)."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mgk.merge.attention import IMPLEMENTATION
 from mgk.merge.families import FAMILIES
 from mgk.merge.layers import transformers_layers
+from mgk.merge.static import MixtureStaticCache
 from mgk.merge.sums import SummedModel
 
 AUTO = {"Model": "", "TextModel": "", "LMHeadModel": "ForCausalLM", "ForConditionalGeneration": "ForSpeechSeq2Seq"}
@@ -35,9 +36,18 @@ class MixtureModel(SummedModel):
         if attn_implementation != IMPLEMENTATION:
             raise ValueError(f"attn_implementation: expected {IMPLEMENTATION!r}, got {attn_implementation!r}")
 
-    def _prepare_static_cache(self, cache_implementation: str, *_: Any, **__: Any) -> None:
-        """Refuse: Transformers' static cache has as many heads for values as for keys."""
-        raise ValueError(f"cache_implementation: expected 'dynamic' for this model, got {cache_implementation!r}")
+    def _prepare_static_cache(self, cache_implementation: str, *args: Any, **kwargs: Any) -> Any:
+        """Make a static cache for `generate`, with more heads of keys than of values."""
+        if cache_implementation != "static":
+            raise ValueError(f"cache_implementation: expected 'dynamic' or 'static', got {cache_implementation!r}")
+        cache = super()._prepare_static_cache(cache_implementation, *args, **kwargs)  # type: ignore[misc]
+        if not isinstance(cache, StaticCache):  # Whisper's decoder is not merged
+            return cache
+        length: Any = self._previous_max_cache_length
+        return MixtureStaticCache(self.config.get_text_config(decoder=True), length)
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Let the first call allocate the static cache: keys and values have different numbers of heads."""
 
 
 def _mixture_classes() -> Iterator[type]:
@@ -78,6 +88,19 @@ def _mixture_classes() -> Iterator[type]:
 
 
 globals().update({each.__name__: each for each in _mixture_classes()})
+
+
+def auto_name(kind: str) -> str:
+    """Return the name of the Auto class for a model class, such as AutoModelForMaskedLM for BertForMaskedLM."""
+    auto = f"AutoModel{kind[kind.index('For') :]}" if "For" in kind else ""
+    if not hasattr(transformers, kind) and hasattr(transformers, auto):  # a class of mgk
+        return auto
+    for family in FAMILIES:
+        if kind in family.classes:
+            task = kind.removeprefix(family.prefix)
+            return f"AutoModel{AUTO.get(task, task)}"
+    known = ", ".join(family.prefix for family in FAMILIES)
+    raise ValueError(f"--from: expected a model of one of {known}, or of mgk, got {kind or 'none in its config.json'}")
 
 
 def mixture_class(model: PreTrainedModel) -> type[PreTrainedModel]:

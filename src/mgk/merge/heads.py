@@ -75,7 +75,7 @@ def _shared(given: Calibration, groups: tuple[int, int], pairs: list[tuple[int, 
     factors = torch.stack([heads.query[list(pair)] for pair in pairs])  # (G,2,F,D)
     keys = heads.key[list(groups)]
     if heads.norm is not None:
-        return normalised(given, heads.norm, factors, keys, pairs, groups)
+        return normalised(given, heads.norm, factors, keys, pairs, groups, gaussian or 1.0)
     rows = torch.cat([sample.x[sample.real] for sample in samples])
     free = _free(given)
     left, right = _metric(rows, heads.biased[0]), _metric(rows - rows.mean(0) if free else rows, heads.biased[1])

@@ -96,6 +96,20 @@ class OwnLayer(Layer):
         m = self.module
         return _views([m.query_proj, m.key_proj, m.value_proj, m.out_proj], self.head_dim)
 
+    def norm(self) -> Norm | None:
+        m = self.module
+        if not m.qk_norm:
+            return None
+        query, key = _double(m.query_norm.weight), _double(m.key_norm.weight)
+        keys = m.key_proj.out_features // m.head_dim
+        return Norm(query.expand(m.num_heads, -1), key.expand(keys, -1), m.query_norm.eps, together=False)
+
+    def write(self, merged: Mixture) -> None:
+        super().write(merged)
+        if merged.gains is not None:  # the same for all heads, scaled as keys and queries would be
+            self.module.query_norm.weight.copy_(merged.gains[0][0])
+            self.module.key_norm.weight.copy_(merged.gains[1][0, 0])
+
     def inputs(self, args: Any, kwargs: dict[str, Any]) -> Inputs:
         padding, rotary = kwargs.get("key_padding_mask"), kwargs.get("rotary")
         rotation = None
@@ -106,8 +120,6 @@ class OwnLayer(Layer):
     def read(self) -> Projections:
         if self.module.variant != "softmax":
             raise ValueError(f"model: expected attention 'softmax', got {self.module.variant!r}")
-        if self.module.qk_norm:
-            raise ValueError("model: expected attention without normalised queries, got qk_norm=True")
         return super().read()
 
 

@@ -1,4 +1,4 @@
-"""Step 1 of head merging where queries and keys are normalised (Qwen3, Gemma 3, OLMo 2).
+"""Step 1 of head merging where queries and keys are normalised (Qwen3, Gemma 3, OLMo 2, mgk).
 
 Scores are then not bilinear in the inputs, so no truncated SVD is nearest to them. The components are the keys of the
 two heads, and the query is the mean of their queries. A rotation within the planes of rotary positions changes neither
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 def normalised(
     given: Calibration, norm: Norm, query: Float[Tensor, "g 2 f d"], key: Float[Tensor, "2 f d"],
-    pairs: list[tuple[int, int]], groups: tuple[int, int],
+    pairs: list[tuple[int, int]], groups: tuple[int, int], key_scale: float,
 ) -> Components:  # fmt: skip
-    """Return the mean queries (G,F,D) and the keys (2,F,D) of two key heads, with their gains."""
+    """Return the mean queries (G,F,D) and the keys (2,F,D) of two key heads, with their gains.
+
+    Gains of keys are multiplied by `key_scale`, and those of queries divided by it.
+    """
     rows = torch.cat([sample.x[sample.real] for sample in given.samples])
     gains = norm.query[torch.tensor(pairs)]  # (G,2,D)
     sizes = (rows @ query).square().mean((-2, -1), keepdim=True).sqrt().clamp(min=1e-12)  # (G,2,1,1)
@@ -39,7 +42,7 @@ def normalised(
         mean, gain = query.mean(1), gains.mean(1)
     else:  # each head counts the same
         mean, gain = (query / sizes).sum(1) / (1 / sizes).sum(1), gains[:, 0]
-    return Components(mean, key, (gain, norm.key[list(groups)]))
+    return Components(mean, key, (gain / key_scale, norm.key[list(groups)] * key_scale))
 
 
 def _turn(first: Float[Tensor, "g t d"], second: Float[Tensor, "g t d"]) -> Tensor:

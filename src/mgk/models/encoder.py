@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from mgk.models.config import TokenConfig, TransformerConfig
-from mgk.nn import Block, MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions, Stack, StackCache
+from mgk.nn import (
+    Block,
+    MixtureAttention,
+    PagedCache,
+    RotaryPositions,
+    Rotation,
+    SinusoidalPositions,
+    Stack,
+    StackCache,
+)
+from mgk.nn.arguments import loads_its_weight
 from mgk.nn.documents import Documents
 from mgk.nn.embeddings import Embedding
 from mgk.nn.packing import Packing
@@ -137,6 +147,8 @@ class TokenEncoder(nn.Module):
             raise ValueError("documents: expected positions beside them, and neither a mask nor a cache, got others")
         if positions is None and self.ring is not None:
             positions = self._ring_positions(self.ring, tokens, mask)
+        if positions is None and cache is not None and isinstance(tokens, Tensor) and len(tokens) == cache.batch_size:
+            positions = cache.positions(tokens.shape[-1])
         length = self._check(tokens, mask, positions, start)
         packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
         x = tokens if tokens.is_floating_point() else look_up("tokens", self.tokens, tokens.long())
@@ -154,6 +166,12 @@ class TokenEncoder(nn.Module):
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return self.stack.new_cache(batch_size, capacity)
 
+    def new_paged_cache(
+        self, rows: int, num_pages: int, page_size: int = 64, max_length: int | None = None
+    ) -> PagedCache:
+        """Return an empty cache in pages, for rows of different lengths that come and go; see `mgk.nn.PagedCache`."""
+        return self.stack.new_paged_cache(rows, num_pages, page_size, max_length)
+
     def _ring_positions(self, ring: Ring, tokens: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None:
             raise ValueError("positions: expected those of the tokens beside a mask in context parallelism, got None")
@@ -163,7 +181,7 @@ class TokenEncoder(nn.Module):
 
     def _added_positions(self, positions: Tensor | None, start: int, length: int, like: Tensor) -> Tensor:
         """Return the position embeddings, (N,E) or (B,N,E)."""
-        if isinstance(self.positions, nn.Embedding) and positions is None:
+        if isinstance(self.positions, nn.Embedding) and positions is None and not loads_its_weight(self.positions):
             return self.positions.weight[start : start + length]
         if positions is None:
             positions = torch.arange(start, start + length, device=like.device)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from mgk.models.config import LanguageModelConfig
 from mgk.models.encoder import TokenEncoder, count_real
-from mgk.nn import StackCache, TiedSoftmax
+from mgk.nn import PagedCache, StackCache, TiedSoftmax
+from mgk.nn.arguments import weight_of
 from mgk.nn.documents import Documents
 from mgk.nn.output import IGNORE
 from mgk.ops.linear import never_waits
@@ -46,7 +47,7 @@ class LanguageModel(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The weight of the output layer: the embedding of the tokens, or a matrix of its own."""
-        return self.encoder.tokens.weight if self.lm_head is None else self.lm_head.weight
+        return weight_of(self.encoder.tokens if self.lm_head is None else self.lm_head)
 
     @property
     def capturable(self) -> bool:
@@ -78,6 +79,12 @@ class LanguageModel(nn.Module):
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return self.encoder.new_cache(batch_size, capacity)
+
+    def new_paged_cache(
+        self, rows: int, num_pages: int, page_size: int = 64, max_length: int | None = None
+    ) -> PagedCache:
+        """Return an empty cache in pages, for rows of different lengths that come and go; see `mgk.nn.PagedCache`."""
+        return self.encoder.new_paged_cache(rows, num_pages, page_size, max_length)
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean loss in nats of a batch with "tokens" and "target", and the number of targets.

@@ -153,7 +153,7 @@ class Translator(nn.Module):
         caches = [layer.attention.new_cache(len(source), max_length) for layer in self._blocks()]
         tokens = torch.full((len(source), 1), END, device=source.device)
         ended = torch.zeros(len(source), dtype=torch.bool, device=source.device)
-        found = []
+        found: list[Tensor] = []
         while len(found) < max_length and not bool(ended.all()):
             hidden = self.decode(tokens, memory, source_mask, caches)
             tokens = self.output(hidden, self.encoder.tokens.weight).argmax(-1).masked_fill(ended[:, None], END)

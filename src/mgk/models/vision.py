@@ -5,6 +5,7 @@ B batch, C channels, S side of an image, P side of a patch, N patches, E width o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,9 +40,14 @@ class VisionTransformer(nn.Module):
         self.stack = make_stack(config)
         self.classifier = nn.Linear(config.width, config.classes)
 
-    def forward(self, pixels: Float[Tensor, "b c s s"]) -> Float[Tensor, "b k"]:
-        """Return the logits."""
-        return self.classifier(self.pooled(self.hidden(pixels)))  # type: ignore[no-any-return]
+    def forward(
+        self, pixels: Float[Tensor, "b c s s"], keep: Callable[[Tensor], object] | None = None
+    ) -> Float[Tensor, "b k"]:
+        """Return the logits; `keep` is called with what `hidden` returns."""
+        hidden = self.hidden(pixels)
+        if keep is not None:
+            keep(hidden)
+        return self.classifier(self.pooled(hidden))  # type: ignore[no-any-return]
 
     def hidden(self, pixels: Float[Tensor, "b c s s"]) -> Float[Tensor, "b n e"]:
         """Return the output of the last layer for every patch, after that of the class token if there is one."""

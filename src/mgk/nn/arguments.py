@@ -5,15 +5,19 @@ B batch, Nq queries, Nk keys, D width of a head, E width of the model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mgk.nn.cache import KeyValueCache, StateCache
-from mgk.nn.embeddings import Rotation, check_rotary_dim
+from mgk.nn.embeddings import Embedding, Rotation, check_rotary_dim
+from mgk.nn.pages import PagedLayer
 from mgk.ops import arguments as check
 from mgk.ops.common import autocasts
+from mgk.ops.dtensor import is_dtensor
 from mgk.ops.feature_maps import check_feature_map
 from mgk.variants import FEATURE_MAPS, GAUSSIAN, LINEAR, MIXTURES, SHIFTED
 
@@ -113,6 +117,7 @@ def check_inputs(module: MixtureAttention, query: object, key: object, value: ob
     for name, x in (("query", query), ("key", key), ("value", value)):
         projection = getattr(module, f"{name}_proj")
         weight = getattr(projection, "weight", x)
+        weight = weight if isinstance(weight, Tensor) else x  # a quantised module has a method
         # A module put in the place of a projection may convert its input itself.
         if (x.dtype != weight.dtype or x.device != weight.device) and is_plain_linear(projection):
             cast = autocasts(x) and torch.float64 not in (x.dtype, weight.dtype)
@@ -120,13 +125,47 @@ def check_inputs(module: MixtureAttention, query: object, key: object, value: ob
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling the module computes W x + b and nothing else.
+    """Whether calling the module computes W x + b and nothing else, with a W that can be read as any tensor.
 
-    False for an adapter in its place, for a module with hooks, and for one whose `forward` was replaced, as accelerate
-    does to load the weight first.
+    False for an adapter in its place, for quantised weights, for a module with hooks, and for one whose `forward` was
+    replaced, as accelerate does to load the weight first.
     """
+    return type(module) is nn.Linear and is_plain_tensor(module.weight) and not is_hooked(module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class says, such as load its weights."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and not any(hooks) and "forward" not in module.__dict__
+    return any(hooks) or "forward" in module.__dict__
+
+
+def loads_its_weight(module: nn.Module) -> bool:
+    """Whether the weight is there only while the module is called, as with accelerate's offloading and FSDP."""
+    return "forward" in module.__dict__ or bool(module._forward_pre_hooks)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a linear layer without bias or of an embedding, (V,E), from a call if it must be.
+
+    The module may be another one by now: with an adapter, quantised, or one whose weight is somewhere else.
+    """
+    weight: Any = module.weight
+    width: Any = getattr(module, "in_features", None)
+    embeds = isinstance(getattr(module, "base_layer", module), nn.Embedding)  # the one that an adapter changes
+    plain = type(module) in (nn.Linear, nn.Embedding, Embedding)
+    if plain and not loads_its_weight(module) and (embeds or is_plain_tensor(weight)):
+        return weight  # type: ignore[no-any-return]
+    weight = weight if isinstance(weight, Tensor) else weight()  # a method, where PyTorch quantised it
+    device = None if weight.is_meta else weight.device
+    if embeds:
+        return module(torch.arange(len(weight), device=device))  # type: ignore[no-any-return]
+    dtype = weight.dtype if weight.is_floating_point() else None
+    return module(torch.eye(width, device=device, dtype=dtype)).mT  # type: ignore[no-any-return]
+
+
+def is_plain_tensor(x: Tensor) -> bool:
+    """Whether operators can read the numbers of a tensor: it is no quantised one, for example of torchao."""
+    return type(x) in (Tensor, nn.Parameter, FakeTensor) or is_dtensor(x) or not is_traceable_wrapper_subclass(x)
 
 
 def check_positions(log_prior: Tensor | None, num_keys: int) -> None:
@@ -207,8 +246,9 @@ def check_rotation(rotary: object, rotary_dim: int, shape: tuple[int, ...], head
 
 
 def check_cache(
-    cache: object, kind: type[KeyValueCache] | type[StateCache], batch_size: int, is_self: bool, need_weights: bool
-) -> None:
+    cache: object, kind: type[KeyValueCache] | type[StateCache], batch_size: int, is_self: bool, need_weights: bool,
+    masked: bool,
+) -> None:  # fmt: skip
     """Check that a cache belongs to this kind of module and batch."""
     if not isinstance(cache, kind):
         raise TypeError(f"cache: expected a {kind.__name__} of new_cache, got {type(cache).__name__}")
@@ -216,5 +256,8 @@ def check_cache(
         raise ValueError(f"cache: expected one for a batch of {batch_size}, got one for {cache.batch_size}")
     if not is_self:
         raise ValueError("cache: expected self-attention (key=None) with a cache, got another key")
+    if isinstance(cache, PagedLayer) and (need_weights or masked):
+        name, wanted = ("key_padding_mask", "None") if masked else ("need_weights", "False")
+        raise ValueError(f"{name}: expected {wanted} with a cache in pages, whose rows have lengths of their own")
     if need_weights and kind is StateCache:
         raise ValueError("need_weights: expected False with a cache of linear attention, which keeps no keys, got True")

@@ -23,6 +23,7 @@ from mgk.nn.m_step import m_step
 from mgk.nn.norm import RMSNorm
 from mgk.nn.operators import AttentionInputs
 from mgk.nn.packing import Packing
+from mgk.nn.pages import PagedLayer
 from mgk.nn.projections import project
 from mgk.ops import arguments as check
 from mgk.ops.dispatch import IMPLEMENTATIONS
@@ -297,7 +298,8 @@ class MixtureAttention(nn.Module):
         arguments.check_inputs(self, query, key, value)
         if cache is not None:
             kind = StateCache if self.variant in LINEAR else KeyValueCache
-            arguments.check_cache(cache, kind, len(query), is_self, need_weights)
+            masked = key_padding_mask is not None or query_padding_mask is not None
+            arguments.check_cache(cache, kind, len(query), is_self, need_weights, masked)
         num_keys = key.shape[1] + (0 if cache is None else cache.length)
         arguments.check_positions(self.log_prior, num_keys)
         is_causal = arguments.check_attn_mask(attn_mask, is_causal, query.shape[1], num_keys)
@@ -313,6 +315,9 @@ class MixtureAttention(nn.Module):
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
             window = self.window
+            if isinstance(cache, PagedLayer):
+                heads = operators.attend_paged(self._inputs(q, k, v, True, None, None, window), cache, self.log_prior)
+                return self.out_proj(heads.transpose(1, 2).flatten(2)), None
             if isinstance(cache, KeyValueCache):
                 k, v = cache.append(k, v)
                 mask, window = cache.visible(mask, window)

@@ -6,7 +6,7 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from mgk.nn.dropout import relu_dropout
 from mgk.nn.embeddings import Rotation
 from mgk.nn.norm import make_norm
 from mgk.nn.packing import Packing
+from mgk.nn.pages import PagedCache
 from mgk.ops import arguments as check
 from mgk.variants import LINEAR
 
@@ -133,6 +134,23 @@ class Stack(nn.Module):
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return StackCache([layer.attention.new_cache(batch_size, capacity) for layer in self._blocks()])
 
+    def new_paged_cache(
+        self, rows: int, num_pages: int, page_size: int = 64, max_length: int | None = None
+    ) -> PagedCache:
+        """Return an empty cache in pages, for rows of different lengths that come and go.
+
+        Args:
+            rows: how many texts it can hold at a time.
+            num_pages: pages of all rows together.
+            page_size: positions of a page. On a GPU a multiple of 64 is fastest.
+            max_length: positions of the longest row; None is as many as all pages have.
+        """
+        attentions = [layer.attention for layer in self._blocks()]
+        if (variant := attentions[0].variant) in LINEAR:
+            raise ValueError(f"variant: expected softmax, mgk or smgk for a cache in pages, got {variant!r}")
+        windows = [attention.window for attention in attentions]
+        return PagedCache(windows, rows, num_pages, page_size, max_length, attentions[0].query_proj.weight.device)
+
     def forward(
         self,
         x: Float[Tensor, "b n e"] | Float[Tensor, "t e"],
@@ -145,15 +163,15 @@ class Stack(nn.Module):
         for index, layer in enumerate(self._blocks()):
             inputs = x, padding, rotary, None if cache is None else cache.layers[index], packing
             recompute = self.recompute and self.training and cache is None
-            x = _with_recomputation(layer, inputs) if recompute else layer(*inputs)
+            x = recomputed(layer, layer.attention, inputs) if recompute else layer(*inputs)
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def _blocks(self) -> Iterator[Block]:
         return iter(self.layers)  # type: ignore[arg-type]
 
 
-def _with_recomputation(layer: Block, inputs: tuple[Any, ...]) -> Tensor:
-    attention = layer.attention
+def recomputed(layer: Callable[..., Tensor], attention: MixtureAttention, inputs: tuple[Any, ...]) -> Tensor:
+    """Apply a layer that keeps only its inputs, and compute it again in backward, without another M-step."""
     if not attention.em_buffers:
         return checkpoint(layer, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
     before = {name: getattr(attention, name).clone() for name in attention.em_buffers}

@@ -53,6 +53,10 @@ class KeyValueCache:
         if self._key is not None and self._value is not None:
             self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
 
+    def positions(self, new: int) -> Tensor | None:
+        """The positions (B,N) of the next `new` tokens where rows differ in length; None: from `length` on."""
+        return None
+
     def visible(self, mask: Tensor | None, window: int | None) -> tuple[Tensor | None, int | None]:
         """Return the mask (B,Nk) of the keys that `append` has returned, and the window of their last positions."""
         return mask, window
@@ -149,6 +153,11 @@ class StackCache:
         """Positions so far."""
         return self.layers[0].length
 
+    def positions(self, new: int) -> Tensor | None:
+        """The positions (B,N) of the next `new` tokens where rows differ in length; None: from `length` on."""
+        first = self.layers[0]
+        return first.positions(new) if isinstance(first, KeyValueCache) else None
+
     def reorder(self, indices: Int[Tensor, " b"]) -> None:
         """Replace row b by row indices[b], for beam search."""
         for layer in self.layers:
@@ -175,9 +184,13 @@ def _joined(buffer: Tensor | None, new: Tensor, stop: int, before: int) -> Tenso
     return torch.cat([buffer[..., stop - before : stop, :], new], -2)
 
 
-def _check(buffer: Tensor, new: Tensor) -> None:
+def check_same_dtype(buffer: Tensor, new: Tensor) -> None:
     if buffer.dtype != new.dtype:
         raise TypeError(f"cache: expected the dtype of the cached positions, {buffer.dtype}, got {new.dtype}")
+
+
+def _check(buffer: Tensor, new: Tensor) -> None:
+    check_same_dtype(buffer, new)
     check.check_shape("cache", new, "B,H,...,N,D", (*buffer.shape[:-2], *new.shape[-2:-1], buffer.shape[-1]))
 
 

@@ -5,7 +5,8 @@ B batch, H heads, M components, Nq queries, Nk keys, T rows of a packed batch, D
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,16 @@ from torch import Tensor
 
 from mgk.nn.cache import StateCache
 from mgk.nn.packing import Packing
+from mgk.nn.pages import PagedLayer
 from mgk.nn.softmax import packed_softmax_attention, softmax_attention, softmax_weights
 from mgk.ops import api
+from mgk.ops import arguments as check
+from mgk.ops.common import without_autocast
+from mgk.ops.dtensor import local_part
 from mgk.ops.feature_maps import FeatureMap
 from mgk.ops.linear import linear_step, mlk_attention, rows_attention, smlk_attention, takes_rows
+from mgk.ops.options import Options, Visibility
+from mgk.ops.pages import decodes as reads_pages
 from mgk.variants import GAUSSIAN, LINEAR
 
 if TYPE_CHECKING:
@@ -87,6 +94,36 @@ def attend_with_state(x: AttentionInputs, cache: StateCache) -> Float[Tensor, "b
     )
     cache.advance(state, x.query.shape[2])
     return _masked(heads, x)
+
+
+def attend_paged(x: AttentionInputs, cache: PagedLayer, log_prior: Tensor | None) -> Float[Tensor, "b h nq d"]:
+    """Add the keys and values of x to a cache in pages, and return the heads.
+
+    `log_prior` is the prior of all positions, if each has its own. A kernel reads the pages; otherwise each row's keys
+    are copied.
+    """
+    key, value, pages = cache.write(x.key, x.value)
+    positions = None if log_prior is None or log_prior.dim() == 2 else local_part(log_prior)
+    if positions is not None:
+        x = replace(x, log_prior=positions[..., : cache.length])
+    softmax, new = x.variant == "softmax", x.query.shape[2]
+    module = api.implementation(x.impl, x.query, x.value)
+    if reads_pages(module, new):
+        variance = math.sqrt(x.query.shape[-1]) if x.variance is None else x.variance
+        visibility = Visibility(True, check.check_window(x.window, True, pages.max_k))
+        options = Options(x.log_prior, variance, visibility, x.e_step == "hard")
+        key = key[:, :, None] if softmax else key
+        with without_autocast(x.query):
+            heads: Tensor = module.attend_to_cache(x.query, key, x.shift, value, options, pages, softmax)[0]
+        return heads
+    rows = []
+    for index, row in enumerate(cache.rows):
+        length = cache.table.lengths[row]
+        first = 0 if x.window is None else max(0, length - x.window - new + 1)
+        keys, values = cache.row(index, first)
+        prior = x.log_prior if positions is None else positions[..., first:length]
+        rows.append(attend(replace(x, query=x.query[index : index + 1], key=keys, value=values, log_prior=prior)))
+    return torch.cat(rows)
 
 
 def can_attend_packed(module: MixtureAttention, x: Tensor, is_causal: bool) -> bool:

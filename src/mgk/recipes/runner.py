@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from mgk.data.batches import end_with_parent
+
 GRACE = 15.0  # seconds before the end of a budget at which runs are told to stop
 START = 15.0  # seconds that a run needs to make progress: with less time left, none starts
 REPEAT = 5.0  # seconds after which a worker that still runs is told to stop again
@@ -151,14 +153,6 @@ def work(sender: Connection, processes: int, job: Job[Any]) -> None:
     share_cores(processes)
     with suppress(Stop), stoppable():
         sender.send(attempt(job))
-
-
-def end_with_parent() -> None:
-    """Wait for the end of the parent, then kill this process: nobody would collect its outcome."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # this is a worker
-    wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(workers: list[Any], end: float) -> None:

@@ -5,7 +5,7 @@ const AXIS_TITLE = 15; // pixels
 // Labels of an axis: token names if they fit, otherwise round numbers.
 function axisMarks(tokens, from, to, side) {
   const cell = side / (to - from), marks = [];
-  if (cell >= 11) {
+  if (cell >= 10) {
     for (let i = Math.ceil(from - 0.5); i < Math.min(to, tokens.length) && i + 0.5 < to; i++)
       if (i >= 0) marks.push({ at: (i + 0.5 - from) * cell, text: tokenName(tokens, i) });
     return marks;

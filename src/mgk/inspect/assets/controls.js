@@ -5,12 +5,14 @@ const controls = {};
 
 const labelled = (label, title, onclick) => make("button", { type: "button", textContent: label, title, onclick });
 
+const long = (textContent) => make("span", { className: "long", textContent }); // left out on a phone
+
 function viewButton([view, label, title]) {
   const button = labelled(label, title, () => update({ view }));
   if (view[0] !== "c") return [view, button];
   const dot = make("i", { className: "dot" });
   dot.dataset.component = Number(view.slice(1)) - 1;
-  button.prepend(dot, make("span", { className: "long", textContent: "Component " }));
+  button.prepend(dot, long("Component "));
   return [view, button];
 }
 
@@ -23,11 +25,13 @@ function makeControls() {
     [false, labelled("Linear", "The colour is the weight (key l)", () => update({ log: false }))],
     [true, labelled("Log", "The colour is the logarithm of the weight, to see small ones (key l)", () => update({ log: true }))],
   ];
-  controls.same = labelled("Same for both", "One colour scale for both panels (key s)", () => update({ same: !state.same }));
+  controls.same = labelled("Same", "One colour scale for both panels (key s)", () => update({ same: !state.same }));
+  controls.same.append(long(" for both"));
   controls.pin = labelled("", "", pin);
   controls.theme = labelled("", "Dark or light (key d)", () => update({ theme: theme() === "dark" ? "light" : "dark" }));
   const help = labelled("?", "Keyboard shortcuts and definitions (key ?)", () => byId("help").showModal());
   controls.theme.className = help.className = "icon";
+  byId("views").parentNode.hidden = views.length === 1;
   byId("views").append(...controls.views.map(([, element]) => element));
   byId("scales").append(...controls.scales.map(([, element]) => element));
   byId("layout").append(controls.same, controls.pin);
@@ -52,7 +56,10 @@ function drawControls() {
   const two = state.panels.length > 1;
   controls.same.hidden = !two;
   controls.same.setAttribute("aria-pressed", String(state.same));
-  controls.pin.textContent = two ? "One panel" : MODELS.length > 1 ? "Compare two models" : "Compare two heads";
+  if (controls.two !== two) { // do not replace what is being clicked
+    controls.two = two;
+    controls.pin.replaceChildren(...(two ? ["One", long(" panel")] : ["Compare", long(MODELS.length > 1 ? " two models" : " two heads")]));
+  }
   controls.pin.title = two ? "Show only the active panel (key p)" : "Open a second panel beside this one (key p)";
   const [icon, name] = THEMES[theme()];
   controls.theme.textContent = icon;

@@ -1,6 +1,6 @@
 // The numbers of a head and of its layer, each with its meaning beside it.
 
-const percent = (x) => (x === undefined ? "–" : `${(100 * x).toFixed(x < 0.1 ? 1 : 0)} %`);
+const percent = (x) => (x === undefined ? "–" : `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}\u00a0%`);
 
 function headFacts(facts, h) {
   const head = facts.heads[h], count = facts.heads.length;

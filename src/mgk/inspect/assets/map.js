@@ -19,7 +19,7 @@ class MapView {
   get head() { return headOf(this.panel.place); }
   // Margin for the labels: token names if they are shown, otherwise numbers.
   get pad() {
-    const named = this.width / (this.window[1] - this.window[0]) >= 13, { longestToken } = MODELS[this.panel.place.model];
+    const named = this.width / (this.window[1] - this.window[0]) >= 12, { longestToken } = MODELS[this.panel.place.model];
     return AXIS_TITLE + (named ? clamp(10 + 7 * longestToken, 34, 64) : 34);
   }
   get side() { return this.width - this.pad - EDGE; }

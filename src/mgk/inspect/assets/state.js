@@ -43,13 +43,19 @@ function telling(model) {
   return { model, layer, head: MODELS[model].layers[layer].start.head };
 }
 
+// The models to open with: the first, and the first mixture after it or else the second.
+function firstModels() {
+  const mixture = MODELS.findIndex(({ layers }, model) => model > 0 && layers[0].heads[0].components > 1);
+  return [0, mixture > 0 ? mixture : 1].slice(0, MODELS.length);
+}
+
 function firstToken({ model, layer }) { return MODELS[model].layers[layer].start.token; }
 
 function readAddress() {
   const found = new URLSearchParams(location.hash.slice(1));
   const places = (found.get("show") ?? "").split(",").filter(Boolean).slice(0, 2);
   const shown = places.map((text) => { const [model, layer, head] = text.split(".").map(Number); return valid({ model, layer, head }); });
-  const panels = shown.length ? shown : MODELS.slice(0, 2).map((_, model) => telling(model));
+  const panels = shown.length ? shown : firstModels().map(telling);
   const view = found.get("view") ?? "total";
   const known = view === "total" || (view === "gamma" && mostComponents > 1) || (/^c[1-9]$/.test(view) && Number(view[1]) <= mostComponents);
   const zoom = (found.get("zoom") ?? "").split("_").map(Number);
