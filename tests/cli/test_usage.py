@@ -80,7 +80,10 @@ USAGE = [
     ("data list all", "'all': not expected here"),
     ("convert", "PATHS: expected what to convert and the folder to write, got 0 paths"),
     ("convert a", "PATHS: expected what to convert and the folder to write, got 1 paths"),
-    ("convert --from gpt2 out", "--from: expected --heads-to-mixtures (or --drop) with it, got neither"),
+    (
+        "convert --from gpt2 out",
+        "--from: expected one of --heads-to-mixtures, --drop and --pool with it, got 0 of them",
+    ),
     # Files and folders
     ("eval nowhere", "nowhere: expected the folder of a run"),
     ("figures nowhere", "nowhere: expected the folder of a run"),
