@@ -5,16 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint unit sanitize format demo bench cross-compile mutants golden clean
+.PHONY: help setup test lint unit sanitize format demo docs bench cross-compile mutants golden package clean
 
 help:
 	@echo "make test    check lint, format and types, and run all tests"
 	@echo "make demo    check every variant against its formula and train three small models"
+	@echo "make docs    build the documentation site into build/site"
 	@echo "make bench   measure what mixture attention gains on this machine"
 	@echo "make sanitize  test the native CPU kernels with sanitizers"
 	@echo "make cross-compile  compile the kernels for all GPUs, which need not be there"
 	@echo "make golden  train five tiny models and compare their losses with the recorded ones"
 	@echo "make mutants break the code in one place at a time and see a test fail (ten minutes)"
+	@echo "make package build the wheel and the source distribution, and try them in a clean environment"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment and the caches"
 
@@ -56,6 +58,10 @@ format: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/mgk demo
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "build/site/index.html is ready. To search in it: $(BIN)/python -m http.server --directory build/site"
+
 bench: $(STAMP)
 	$(BIN)/mgk bench
 
@@ -67,6 +73,14 @@ golden: $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
+
+# The wheel is built from the source distribution, and installed with its dependencies where nothing else is.
+package: $(STAMP)
+	rm -rf dist build/clean
+	$(BIN)/python -m build
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[train]"
+	cd build && clean/bin/python ../.ci/smoke.py commands
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

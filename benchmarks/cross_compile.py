@@ -36,7 +36,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from mgk.ops.options import Options, Visibility
+from mgk.ops.options import Options, Pages, Visibility
 from mgk.ops.tiles import shared_memory
 from mgk.tables import Table
 
@@ -204,7 +204,14 @@ def run_case(case: str) -> None:
         output = attend(query, key, shift, value, prior, mask)
     else:
         options = Options(prior, variance, visibility, "hard" in flags, 0.1 * ("drop" in flags), "lse" in flags)
-        if shift is not None:
+        page = next((int(flag.removeprefix("page")) for flag in flags if flag.startswith("page")), 0)
+        if page:  # a pool of `length` pages, of which a row may have all
+            pools = [x.detach().movedim(-2, 0)[:, 0].unsqueeze(-2).expand(*(-1,) * x.dim()) for x in (key, value)]
+            pools = [x.expand(*x.shape[:-2], page, -1).contiguous() for x in pools]
+            where = torch.zeros(BATCH, length // page, dtype=torch.int32), torch.zeros(BATCH, dtype=torch.int32)
+            pages, softmax = Pages(*where, length), "softmax" in flags
+            output, lse = kernels.attend_to_cache(query, pools[0], shift, pools[1], options, pages, softmax)
+        elif shift is not None:
             output, lse = kernels.smgk_attention(query, key, shift, value, options)
         else:
             output, lse = kernels.mgk_attention(query, key, value, options)
@@ -253,6 +260,10 @@ def cases() -> list[str]:
             for family, width, components in (("smgk", 64, 2), ("mgk", 256, 8), ("mgk", 128, 4), ("smgk", 256, 3))
             for queries in ("one", "few,mask")
         ]
+        found += [
+            f"smgk/{dtype}/64/64/2/4096/{kind},{page}" for kind in ("one", "few") for page in ("page16", "page64")
+        ]
+        found.append(f"mgk/{dtype}/128/128/1/4096/one,causal,window,page64,softmax")
         found += [
             f"{family}/{dtype}/{width}/{width}/{components}/512/{kind}"
             for family, width, components in (("smlk", 64, 2), ("mlk", 64, 3), ("smlk", 32, 4))

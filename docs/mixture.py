@@ -31,11 +31,11 @@ for centre in centres:
 plane.plot(*centres.T, "o", color=ORANGE, label="one key's mixture, $k_j + b_r$")
 plane.plot(*query[0, 0, QUERY], "*", color=BLUE, markersize=13, label="a query $q_i$")
 plane.set(
-    title="a key is a mixture of Gaussians", xticks=[], yticks=[], xlim=(-1.1, 1.1), ylim=(-0.95, 0.65), aspect="equal"
+    title="a key is a mixture of Gaussians", xticks=[], yticks=[], xlim=(-1.1, 1.1), ylim=(-0.75, 0.5), aspect="equal"
 )
-plane.legend(loc="lower right", fontsize=8, frameon=False)
+plane.legend(loc="upper left", fontsize=8, frameon=False)
 
-titles = "one Gaussian per key: a head has one idea", "two: the same head has both"
+titles = "one Gaussian per key: one pattern", "two: both patterns in one head"
 for axes, shift, title in zip((left, right), (one, two), titles, strict=True):
     weights = mgk.attention_weights(query, key, shift=shift, variance=VARIANCE)[0, 0]
     axes.imshow(weights, cmap="Oranges", vmin=0, vmax=0.25)

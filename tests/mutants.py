@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         "src/mgk/nn/attention.py",
-        "log_prior = log_prior[..., : key.shape[-2]]",
+        "log_prior = log_prior[..., last - key.shape[-2] : last]",
         "log_prior = log_prior[..., -key.shape[-2] :]",
         "tests/nn/test_attention.py tests/nn/test_cache.py -k positions",
     ),
@@ -90,6 +90,19 @@ MUTANTS = (
         "(not by_position and api.takes_rows(",
         "(api.takes_rows(",
         "tests/nn/test_em_state.py",
+    ),
+    # A window's cache
+    Mutant(
+        "src/mgk/nn/cache.py",
+        "before, new = min(self.length, self.window - 1)",
+        "before, new = min(self.length, self.window)",
+        "tests/nn/test_window.py",
+    ),
+    Mutant(
+        "src/mgk/hf/static.py",
+        "> self.place - window)",
+        "> self.place - window - 1)",
+        "tests/hf/test_generate.py -k window",
     ),
     # The cache of generation
     Mutant("src/mgk/hf/cache.py", "self.inner.reorder(beam_idx)", "beam_idx", "tests/hf/test_cache.py"),
@@ -155,9 +168,9 @@ MUTANTS = (
         "tests/merge/test_calibration.py",
     ),
     Mutant(
-        "src/mgk/merge/heads.py",
-        "torch.cat((-x[..., half:], x[..., :half]), -1) * sin",
-        "torch.cat((x[..., half:], -x[..., :half]), -1) * sin",
+        "src/mgk/merge/calibration.py",
+        "torch.cat((-turned[..., half:], turned[..., :half]), -1) * sin",
+        "torch.cat((turned[..., half:], -turned[..., :half]), -1) * sin",
         "tests/merge/test_calibration.py",
     ),
     Mutant(
@@ -166,6 +179,17 @@ MUTANTS = (
         "if not self.causal:\n",
         "tests/merge/test_calibration.py",
     ),
+    Mutant(
+        "src/mgk/merge/attention.py",
+        "value, prior, window=window, **one)",
+        "value, prior, window=window + 1, **one)",
+        "tests/merge/test_families.py -k modernbert",
+    ),
+    Mutant(
+        "src/mgk/merge/attention.py", "window=window - 1", "window=window", "tests/merge/test_families.py -k modernbert"
+    ),
+    Mutant("src/mgk/merge/normalised.py", "second).conj()", "second)", "tests/merge/test_families.py -k qwen3"),
+    Mutant("src/mgk/merge/layers.py", "+ self.family.norm_offset", "", "tests/merge/test_families.py -k gemma3"),
     Mutant("src/mgk/merge/layers.py", "        model.eval()\n", "", "tests/merge/test_calibration.py"),
     Mutant("src/mgk/merge/layers.py", "        model.train(training)\n", "", "tests/merge/test_calibration.py"),
     Mutant(
@@ -208,6 +232,12 @@ MUTANTS = (
     ),
     # Training
     Mutant(
+        "src/mgk/data/batches.py",
+        "    threading.Thread(target=end_with_parent, daemon=True).start()",
+        "    pass",
+        "tests/data/test_batches.py -k worker",
+    ),
+    Mutant(
         "src/mgk/train/checkpoint.py",
         "key = (tensor.data_ptr(), tensor.shape, tensor.stride())",
         "key = (tensor.data_ptr(),)",
@@ -227,7 +257,7 @@ MUTANTS = (
     ),
     Mutant(
         "src/mgk/files.py",
-        "            os.fsync(file.fileno())\n        os.replace",
+        "        flush(temporary)\n        os.replace",
         "        os.replace",
         "tests/train/test_run.py tests/test_files.py",
     ),

@@ -6,7 +6,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 
 MODULES = [
-    "lightning_fabric", "mgk.recipes.compare", "experiments.reproduce.runner", "torch._dynamo",
+    "lightning_fabric", "mgk.recipes.compare", "experiments.cells.runner", "torch._dynamo",
     "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
 ]  # fmt: skip
 

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 # Libraries that `import mgk` must not load.
 OPTIONAL = {
-    "triton", "transformers", "matplotlib", "lightning", "lightning_fabric", "tyro", "rich", "safetensors", "fla",
+    "triton", "transformers", "matplotlib", "lightning", "lightning_fabric", "rich", "safetensors", "fla",
     "datasets",
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 
 import mgk
 
-OPTIONAL = ("lightning_fabric", "lightning", "tyro", "rich", "safetensors", "matplotlib", "transformers", "triton")
+OPTIONAL = ("lightning_fabric", "lightning", "rich", "safetensors", "matplotlib", "transformers", "triton")
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from experiments.reproduce.grid import LANGUAGE, LRA, PAIRS, SHORT, TASKS, Row, rows_on
+from experiments.cells.steps import Steps
+from experiments.reproduce.grid import LANGUAGE, LRA, PAIRS, SHORT, TASKS, Record, Row, rows_on
 from experiments.reproduce.paper import SAME, SEEDS, published
-from experiments.reproduce.records import Record
-from experiments.reproduce.steps import Steps
 from mgk.intervals import NORMAL, Contrast, contrast, difference, interval
 
 Verdict = Literal["yes", "no", "within noise", "not enough data"]

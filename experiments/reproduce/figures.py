@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.reproduce.grid import TASKS
-from experiments.reproduce.inside import unpack_map
-from experiments.reproduce.records import Record
+from experiments.cells.inside import unpack_map
+from experiments.reproduce.grid import TASKS, Record
 from experiments.reproduce.report import (
     compared_rows,
     curve_figures,

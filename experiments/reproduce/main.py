@@ -17,10 +17,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.reproduce import grid, records
-from experiments.reproduce.report import FIGURES, read_timings, report
-from experiments.reproduce.runner import RESULTS, RUNS, run_cells
-from experiments.reproduce.steps import STEPS, measure, read_steps
+from experiments.cells.records import path_of, stale
+from experiments.cells.runner import run_cells
+from experiments.cells.steps import STEPS, measure, read_steps
+from experiments.lm.folders import read as read_study
+from experiments.lm.page import page
+from experiments.reproduce import RESULTS, RUNS, grid
+from experiments.reproduce.claims import quality_claims
+from experiments.reproduce.report import FIGURES, older_verdicts, read_timings, report, tabulate
 from mgk.files import write_text
 
 REPORT = Path("docs") / "results.md"
@@ -61,7 +65,7 @@ def reproduce(options: argparse.Namespace) -> None:
     tally = run_cells(chosen, results=results, runs=options.runs, quiet=False, **limits, **where)
     tell_absent(tally.absent)
     before = len(chosen) - sum(map(len, (tally.finished, tally.failed, tally.left)))
-    before -= sum(cell.task in tally.absent and not records.path_of(results, cell).exists() for cell in chosen)
+    before -= sum(cell.task in tally.absent and not path_of(results, cell).exists() for cell in chosen)
     print(
         f"{len(tally.finished)} cells finished, {before} were finished before, {len(tally.failed)} failed, "
         f"{len(tally.left)} remain; the same command continues; records in {results}"
@@ -76,14 +80,17 @@ def tell_absent(absent: Mapping[str, str]) -> None:
         print(f"{task}: skipped: {reason}")
 
 
-def text(found: Sequence[records.Record], results: Path) -> str:
-    """Return the report, with the timings that lie beside the folder of records."""
-    return report(found, read_timings(results.parent / "bench-cuda.json"), read_steps(results.parent / STEPS.name))
+def text(found: Sequence[grid.Record], results: Path) -> str:
+    """Return the report, with the timings and the study that lie beside the folder of records."""
+    timings, steps = read_timings(results.parent / "bench-cuda.json"), read_steps(results.parent / STEPS.name)
+    study = results.parent / "lm"
+    older = older_verdicts(quality_claims(tabulate(found)))
+    return report(found, timings, steps, page(read_study(study), read_steps(study / STEPS.name), older))
 
 
-def read(results: Path) -> list[records.Record]:
+def read(results: Path) -> list[grid.Record]:
     """Read all records. Without any, raise: a misspelt folder would otherwise replace the report by an empty one."""
-    found = records.read_all(results)
+    found = grid.read_all(results)
     if not found:
         raise ValueError(f"results: expected a folder with records, RECIPE/CELL.json each, found none in {results}")
     return found
@@ -107,7 +114,7 @@ def write(results: Path, out: Path) -> None:
 def verify(results: Path, out: Path) -> None:
     """Check that the records match the grid, that the report follows from them, and that its figures exist."""
     found = read(results)
-    complaints = records.stale(found)
+    complaints = stale(found)
     if complaints:
         raise ValueError(f"{len(complaints)} records do not match the grid: {complaints[0]}")
     page = out.read_text(encoding="utf-8") if out.exists() else ""

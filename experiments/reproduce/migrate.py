@@ -12,18 +12,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.reproduce import records
-from experiments.reproduce.runner import RESULTS
+from experiments.cells.records import write
+from experiments.reproduce import RESULTS, grid
 from mgk.files import write_json
 
 
 def migrate(results: Path = RESULTS) -> int:
     """Rewrite the records in `results` and the benchmark results beside that folder. Return how many files changed."""
     changed = 0
-    for record in records.read_all(results):
-        command = records.command(record.cell)
+    for record in grid.read_all(results):
+        command = record.cell.command
         if record.values["command"] != command:
-            records.write(results, record.cell, record.values | {"command": command})
+            write(results, record.cell, record.values | {"command": command})
             changed += 1
     for path in sorted(results.parent.glob("*.json")):
         before = json.loads(path.read_text())

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mgk.data
-from experiments.reproduce.runner import RESULTS, RUNS
+from experiments.reproduce import RESULTS, RUNS
 from mgk.train import checkpoint, config
 
 

@@ -18,7 +18,6 @@ PACKAGES = ("mgk", "torch", "numpy", "safetensors", "lightning-fabric", "lightni
 OPTIONAL = {  # packages of the extra `train`, and the modules of which one must be there
     "lightning-fabric": ("lightning_fabric", "lightning"),
     "safetensors": ("safetensors",),
-    "tyro": ("tyro",),
     "rich": ("rich",),
 }
 

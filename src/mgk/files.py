@@ -21,12 +21,17 @@ from typing import Any
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically."""
+    with new_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a file to write, which replaces `path` once it is on disk; on an error nothing changes."""
     temporary = beside(path, f"{os.getpid()}.partial")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        flush(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

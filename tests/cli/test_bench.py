@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgk import cli
+import mgk.cli as cli
 from mgk.ops import measure
 from mgk.ops.measure import Method, WrongResultError
 
@@ -103,5 +103,5 @@ def test_plan_prints_what_a_call_gets_without_timing(capsys: pytest.CaptureFixtu
     assert "generic kernel, heads on the fast path, tile 128 x 64, 8 warps, 2 stages" in capsys.readouterr().out
     assert cli.main(["bench", "--plan", "--device", "cpu"]) == 0
     assert "(CPU tensors)" in capsys.readouterr().out
-    assert cli.main(["bench", "--plan", "--gpu", "A100"]) == 1
+    assert cli.main(["bench", "--plan", "--gpu", "A100"]) == 2
     assert "--gpu: expected a compute capability" in capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from mgk import data
 from mgk.data import Batch, Batches, Evaluation, Sequences, stream
+from mgk.data import batches as batches_module
 from mgk.data.splits import AnySplit
 from tests.data.common import SMALL, images, pairs, sequences, text
 
@@ -196,6 +199,37 @@ def test_workers_end_with_their_parent() -> None:
     process.join(60)
     process.kill()
     assert process.exitcode == 0
+
+
+def begin_late(there: Any) -> None:
+    """Start a worker whose parent is dead when it begins."""
+    begin, parent = batches_module._obey_parent_only, os.getpid()
+
+    def late(worker: int) -> None:
+        there.send(os.getpid())
+        while os.getppid() == parent:
+            pass
+        begin(worker)
+
+    batches_module._obey_parent_only = late
+    KEPT.append(stream(Batches(SPLITS["sequences"], **OPTIONS), 0, 100, workers=1))
+    signal.pause()
+
+
+def test_a_worker_ends_even_if_its_parent_was_killed_before_it_began() -> None:
+    """A pipe ends when the last process that could write to it does."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=begin_late, args=(there,))
+    process.start()
+    there.close()
+    worker = here.recv()
+    process.kill()
+    ended = here.poll(30)
+    if not ended:
+        os.kill(worker, signal.SIGKILL)
+    assert ended
+    with pytest.raises(EOFError):
+        here.recv()
 
 
 def test_a_mapped_split_is_pickled_as_its_path(tmp_path: Path) -> None:

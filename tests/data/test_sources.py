@@ -165,14 +165,15 @@ def test_aan_as_lra_has_it(raw: Path, root: Path) -> None:
     assert (len(part), len(part.documents)) == (1, 2)
 
 
-def test_aan_rebuilt_splits_by_paper(raw: Path, root: Path) -> None:
+@pytest.mark.parametrize(("task", "header"), [("aan-rebuilt", "citing\tcited\n"), ("elife", "")])
+def test_rebuilt_pairs_are_split_by_paper(raw: Path, root: Path, task: str, header: str) -> None:
     """No paper is in two splits; label 1 are citations, label 0 pairs that do not cite each other, as many."""
     random = np.random.default_rng(0)
     papers = [f"P{i}" for i in range(60)]
     citations = sorted({(papers[a], papers[b]) for a, b in random.integers(0, 60, (400, 2)) if a != b})
     write_jsonl(raw / "papers.jsonl.xz", [{"id": paper, "text": f"text of {paper}"} for paper in papers])
-    (raw / "citations.tsv").write_text("citing\tcited\n" + "".join(f"{a}\t{b}\n" for a, b in citations))
-    prepared = prepare("aan-rebuilt", raw, root)
+    (raw / "citations.tsv").write_text(header + "".join(f"{a}\t{b}\n" for a, b in citations))
+    prepared = prepare(task, raw, root)
     seen: dict[str, set[str]] = {}
     for name in prepared.splits:
         split = prepared.split(name)
@@ -308,7 +309,7 @@ def test_two_texts_have_two_titles_and_a_tokenizer(raw: Path, root: Path) -> Non
     ("content", "options", "says"),
     [
         (b"short", {}, r"text: expected at least 10,000 bytes of text in .*mine.txt, got 5"),
-        (b"\xff" * 20_000, {"bpe": 300}, "mine.txt: expected UTF-8, got byte 0 of another kind"),
+        (b"\xff\n" * 10_000, {"bpe": 300}, "mine.txt: expected UTF-8 with --bpe, got bytes that are not"),
     ],
 )
 def test_what_is_no_text_is_told_in_one_line(
@@ -503,6 +504,7 @@ DAMAGED: dict[str, tuple[str, str, bytes, str]] = {
     "cut xz": ("enwik8", "enwik8.xz", lzma.compress(bytes(1000))[:40], r"is damaged \("),
     "no gz": ("fashion-mnist", "train-images-idx3-ubyte.gz", b"nothing", r"is damaged \("),
     "no tar": ("imdb", "aclImdb_v1.tar.gz", b"nothing", r"is damaged \("),
+    "no gzip": ("enwik8", "enwik8.gz", b"\x1f\x8b" + bytes(50), r"is damaged \("),
     "no zip": ("enwik8", "enwik8.zip", b"nothing", r"is damaged \("),
     "no text": ("wikitext-2", "wiki.train.tokens", b"\xff\xfe", r"is damaged \("),
     "no json": ("imdb", "x.jsonl", b'{"text": \n', "line 1: expected one JSON object"),
@@ -539,25 +541,61 @@ def test_damaged_raw_files_are_named_in_one_line(raw: Path, root: Path, case: st
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_an_archive_writes_nothing_whatever_its_names_are(raw: Path, root: Path, link: bool) -> None:
-    path = raw / "aclImdb_v1.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        for name in ("train/pos/1", "train/neg/1", "train/neg/2", "test/pos/1"):
-            member = tarfile.TarInfo(f"../../../{name}_1.txt")
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("../../../train/pos/9_9.txt", {}, r"expected names inside the archive, got '\.\./"),
+        ("/tmp/train/pos/9_9.txt", {}, "expected names inside the archive, got '/tmp"),
+        ("train/pos/9_9.txt", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "expected a file, got a link"),
+        (
+            "train/pos/9_9.txt",
+            {"type": tarfile.LNKTYPE, "linkname": "train/pos/1_1.txt"},
+            "expected a file, got a link",
+        ),
+        ("train/pos/9_9.txt", {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5}, "or a device"),
+        ("train/pos/9_9.txt", {"size": 1 << 40}, "expected at most 1073741824 bytes, got 1099511627776"),
+        ("train/pos/9_9.txt", {"size": 1 << 29}, r"is damaged \(unexpected end of data"),
+    ],
+)
+def test_a_hostile_archive_is_refused_in_one_line(
+    name: str, changes: dict[str, Any], says: str, raw: Path, root: Path
+) -> None:
+    path = raw / "aclImdb_v1.tar"
+    with tarfile.open(path, "w") as archive:
+        for file in ("train/pos/1_1.txt", "train/neg/1_1.txt", "train/neg/2_1.txt", "test/pos/1_1.txt"):
+            member = tarfile.TarInfo(file)
             member.size = 4
             archive.addfile(member, io.BytesIO(b"text"))
-        if link:
-            member = tarfile.TarInfo("train/pos/9_9.txt")
-            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            archive.addfile(member)
-    if link:
-        with pytest.raises(DataError, match=r"imdb: aclImdb_v1.tar.gz has unexpected content"):
-            prepare("imdb", path, root, held_out=1)
-    else:
+        hostile = tarfile.TarInfo(name)
+        for field, value in changes.items():
+            setattr(hostile, field, value)
+        archive.addfile(hostile)
+    with pytest.raises(DataError, match=rf"aclImdb_v1\.tar.*{says}") as caught:
         prepare("imdb", path, root, held_out=1)
+    assert "\n" not in str(caught.value)
     assert sorted(each.name for each in root.parent.iterdir()) == ["raw files", "root"]
     assert sorted(each.name for each in raw.iterdir()) == [path.name]
+
+
+@pytest.mark.parametrize("how", ["named", "encrypted", "compressed", "empty"])
+def test_a_zip_archive_that_cannot_be_read_is_named_in_one_line(how: str, raw: Path, root: Path) -> None:
+    path = raw / "enwik8.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        if how != "empty":
+            archive.writestr("folder/", "")
+            archive.writestr("../enwik8" if how == "named" else "enwik8", "a" * 1000)
+    content = bytearray(path.read_bytes())
+    for local in (True, False):  # each file has two headers
+        at = content.rfind(b"PK\3\4" if local else b"PK\1\2") + (6 if local else 8)
+        if how == "encrypted":
+            content[at] |= 1
+        elif how == "compressed":
+            content[at + 2] = 99
+    path.write_bytes(content)
+    says = "expected names inside" if how == "named" else "its first file cannot be read"
+    with pytest.raises(DataError, match=rf"enwik8\.zip: {says}") as caught:
+        prepare("enwik8", raw, root)
+    assert "\n" not in str(caught.value)
 
 
 def test_too_many_held_out_are_refused(raw: Path, root: Path) -> None:

@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_the_existing_set(folder: Path, monkeypatch: pytest.M
 
     (folder / "test.labels.npy").unlink()  # so that it is prepared again
     with monkeypatch.context() as patch:
-        patch.setattr("numpy.save", full)
+        patch.setattr(store, "save_array", full)
         with pytest.raises(
             DataError, match=r"could not be written .No space left on device.; free disk space or set MGK_DATA"
         ):

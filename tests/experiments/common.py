@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from experiments.reproduce import grid, records
-from experiments.reproduce.grid import TASKS, Cell, Row, Task
-from experiments.reproduce.inside import pack_map
-from experiments.reproduce.records import Record
+from experiments.cells import records
+from experiments.cells.inside import pack_map
+from experiments.reproduce import grid
+from experiments.reproduce.grid import TASKS, Cell, Record, Row, Task
 from mgk.train.config import Config, to_dict
 from tests.train.common import tiny
 
@@ -35,7 +35,7 @@ def made_up(task: str, row: Row, seed: int, test: float, **changes: Any) -> Reco
         "metric": metric, "dev": test, "test": test, "best_step": 5000, "steps": 5000,
         "parameters": 100_000 + 10_000 * row.heads, "flops": 10**9 * row.heads,
         "seconds_per_step": 0.001 * row.heads, "jobs": 1, "peak_bytes": row.heads * 2**20, "gpu": "GPU 1",
-        "versions": {"python": "3.12", "torch": "2.11"}, "commit": "abc1234", "command": records.command(cell),
+        "versions": {"python": "3.12", "torch": "2.11"}, "commit": "abc1234", "command": cell.command,
         "data": {"name": TASKS[task].config.data.name, "digest": "0123456789abcdef", "options": {}}, "starts": 1,
         "inside": INSIDE | {"rank": [300.0 + seed, 200.0]},
         "curve": {"train": {"step": [1000, 5000], "loss": [2.0, 1.8]}, "valid": curve},

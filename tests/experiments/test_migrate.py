@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.reproduce import records
+from experiments.reproduce import grid
 from experiments.reproduce.grid import Row
 from experiments.reproduce.migrate import migrate, module_command
 from tests.experiments.common import made_up, written
@@ -19,8 +19,8 @@ def test_records_and_results_are_migrated_once(tmp_path: Path) -> None:
     other = tmp_path / "generate-cuda.json"
     other.write_text(json.dumps({"rows": [{"road": "static", "milliseconds": 3.5}], "command": "mgk compare"}))
     assert migrate(results) == 2
-    (found,) = records.read_all(results)
-    assert found.values == json.loads(json.dumps(record.values | {"command": records.command(record.cell)}))
+    (found,) = grid.read_all(results)
+    assert found.values == json.loads(json.dumps(record.values | {"command": record.cell.command}))
     assert json.loads(other.read_text()) == {
         "rows": [{"mode": "static", "milliseconds": 3.5}],
         "command": "mgk compare",

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from experiments.reproduce import report
-from experiments.reproduce.grid import Row
+from experiments.reproduce.grid import Record, Row
 from experiments.reproduce.main import main
-from experiments.reproduce.records import Record
 from tests.experiments.common import made_up, seeds, with_maps, written
 
 GOLDEN = Path(__file__).parent / "golden.md"
@@ -134,12 +133,13 @@ def test_figures_show_every_seed_and_skip_records_without_ranks() -> None:
     assert "## Inside the attention" not in report([blind])
 
 
-def test_tyro_rich_and_matplotlib_are_not_needed(tmp_path: Path) -> None:
+def test_rich_and_matplotlib_are_not_needed(tmp_path: Path) -> None:
     results = written(tmp_path / "cells", records())
     program = (
         "import sys\n"
-        "for name in ('tyro', 'rich', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
-        "import experiments.reproduce.runner, experiments.reproduce.inside, experiments.reproduce.pack\n"
+        "absent = 'rich', 'matplotlib', 'transformers', 'tokenizers', 'sacrebleu', 'PIL'\n"
+        "for name in absent: sys.modules[name] = None\n"
+        "import experiments.cells.runner, experiments.cells.inside, experiments.reproduce.pack, experiments.lm.main\n"
         "from experiments.reproduce.main import main\n"
         "raise SystemExit(main(['figures', '--results', sys.argv[1], '--out', sys.argv[2]]))\n"
     )

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.reproduce import Cell, grid, read_all, records, run_cells
+from experiments.cells import records
+from experiments.cells.inside import unpack_map
+from experiments.cells.records import REQUIRED
+from experiments.reproduce import RESULTS, RUNS, Cell, Tally, grid, read_all, run_cells
 from experiments.reproduce.grid import Row, Task
-from experiments.reproduce.inside import unpack_map
 from experiments.reproduce.main import main
-from experiments.reproduce.records import REQUIRED
-from experiments.reproduce.runner import Tally
 from mgk.files import beside, locked
 from mgk.inspect.runs import Run
 from mgk.recipes import runner
@@ -110,8 +110,8 @@ def test_the_command_of_a_record_trains_again_apart_from_the_finished_run(
     data_root: Path, tmp_path: Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_cells(CELLS[:1], data_root=data_root, device="cpu")
-    words = records.command(CELLS[0]).split()
+    run_cells(CELLS[:1], results=RESULTS, runs=RUNS, data_root=data_root, device="cpu")
+    words = CELLS[0].command.split()
     assert words[:3] == ["python", "-m", "experiments.reproduce"]
     assert main([*words[3:], "--data-root", str(data_root), "--device", "cpu"]) == 0
     assert begun == [("softmax", 0), ("softmax", 0)]
@@ -295,7 +295,7 @@ def test_a_training_is_recorded_even_if_looking_inside_fails(
     def fails(run: Path, root: Path | None, *, maps: bool) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(records, "inside", fails)
+    monkeypatch.setattr(grid, "inside", fails)
     assert fill(tmp_path, data_root, CELLS[:1]).finished == [CELLS[0].name]
     values = read_all(tmp_path / "cells")[0].values
     assert (values["inside"], values["inside_error"]) == (None, "RuntimeError: no memory left")
@@ -370,6 +370,8 @@ def test_a_damaged_or_misnamed_record_is_an_error(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"not a record .* computed again"):
         read_all(tmp_path)
-    path.write_text(json.dumps(dict.fromkeys(REQUIRED, 0) | {"recipe": "listops", "attention": "mgk", "option": ""}))
-    with pytest.raises(ValueError, match="holds the record of listops/mgk-h0-s0"):
+    path.write_text(
+        json.dumps(dict.fromkeys(REQUIRED, 0) | {"recipe": "listops", "attention": "mgk", "heads": 1, "option": ""})
+    )
+    with pytest.raises(ValueError, match="holds the record of attention mgk;"):
         read_all(tmp_path)

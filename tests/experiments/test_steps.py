@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.cells.steps import read_steps
 from experiments.reproduce.main import main
-from experiments.reproduce.steps import read_steps
 from tests.experiments.common import small_listops
 
 

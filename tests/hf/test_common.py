@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mgk.hf import MGKModel
+from mgk.hf.config import MODELS
 from mgk.nn.output import IGNORE
-from mgk.train.config import MODELS
 from tests.hf.common import CLASSES, config, inputs, make
 from tests.models.common import KINDS
 

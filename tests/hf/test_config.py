@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from mgk.hf import MGKConfig
+from mgk.hf.config import MODELS
 from mgk.models import LanguageModelConfig
-from mgk.train.config import MODELS
 from tests.hf.common import config
 from tests.models.common import KINDS
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import tyro
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import mgk.data
 from mgk.cli.hf import convert, generate
+from mgk.cli.parsing import read_options
 from mgk.hf import hf_to_run, run_to_hf
 from mgk.hf.tokenizer import byte_tokenizer, tokenizer_of
 from mgk.train import evaluate, load_model, train
@@ -23,7 +23,7 @@ from mgk.train.config import read, replace
 from tests.hf.common import foreign, make, same_weights
 from tests.recipes.common import TEXT, small
 
-RECORD = ("config.json", "run.json", "log.jsonl", "result.json")
+RECORD = ("config.json", "log.jsonl", "result.json")
 SHORT: dict[str, Any] = {"steps": 4, "eval_every": 2, "log_every": 2, "optimiser__warmup": 1}
 
 
@@ -56,6 +56,9 @@ def test_converting_and_back_is_lossless(runs: dict[str, Path], name: str, tmp_p
     back = hf_to_run(folder, tmp_path / "back")
     assert same_runs(root / "run", back)
     assert all(filecmp.cmp(root / "run" / file, back / file, shallow=False) for file in RECORD)
+    starts = [json.loads((run / "run.json").read_text())["starts"] for run in (root / "run", back)]
+    assert [start.pop("data_root") for start in starts[0]] == [str(root.resolve())]  # a path of this machine
+    assert starts[0] == starts[1]
     assert filecmp.cmp(root / "run/best/model.safetensors", back / "best/model.safetensors", shallow=False)
     one, two = (torch.load(run / "best/state.pt", weights_only=True) for run in (root / "run", back))
     assert str(one) == str(two)
@@ -132,10 +135,12 @@ def test_the_other_tokenizers(tmp_path: Path) -> None:
     enwiki = mgk.data.load("enwiki", root=tmp_path / "enwiki", **_parsed(options))
     tokenizer = tokenizer_of(enwiki)
     assert tokenizer is not None
-    from mgk.data.corpora import PIECE, encode
+    from mgk.data.corpora import END, PIECE
 
+    assert enwiki.words is not None
+    number = {word: index for index, word in enumerate(enwiki.words)}
     lines = [line for line in TEXT.splitlines()[:20] if line.strip()]
-    expected = encode((PIECE.findall(line) for line in lines), enwiki.words).tolist()
+    expected = [number.get(word, 1) for line in lines for word in (*PIECE.findall(line), END)]
     assert tokenizer("\n".join(lines) + "\n")["input_ids"] == expected
     options = small("fashion-mnist", tmp_path / "images").data.options
     images = mgk.data.load("fashion-mnist", root=tmp_path / "images", **_parsed(options))
@@ -157,7 +162,7 @@ def test_the_card_shows_the_record_of_the_run(runs: dict[str, Path], tmp_path: P
     assert f"{result['parameters']:,} parameters" in card
     assert "AutoModelForSequenceClassification.from_pretrained" in card
     assert str(tmp_path) not in card
-    assert not (tmp_path / "hf/tokenizer.json").exists()  # its data set is not in the default folder
+    assert (tmp_path / "hf/tokenizer.json").exists()  # the run knows the folder of its data set
 
 
 def test_a_model_without_a_record_becomes_a_run(tmp_path: Path) -> None:
@@ -209,54 +214,15 @@ def test_the_command_converts_in_both_directions(
     assert same_runs(root / "run", tmp_path / "back")
 
 
-def test_the_command_halves_the_heads_of_a_run(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, out = runs["enwik8"], tmp_path / "half"
-    convert((out,), from_=str(root / "run"), heads_to_mixtures=True, finetune=2, windows=4, data_root=root)
-    shown = capsys.readouterr().out
-    report = json.loads((out / "merge.json").read_text())
-    assert report["heads"] == [2, 1]
-    assert set(report["loss"]) == {"before", "merged", "tuned"}
-    assert f"merged {report['loss']['merged']:.4f}" in shown
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert (model.config.attention, model.config.heads) == ("mgk", 1)
-    assert AutoTokenizer.from_pretrained(out)("a")["input_ids"] == [97]
-
-
-def test_the_command_halves_the_heads_of_a_transformers_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    settings = foreign("gpt2")[0].config
-    settings.vocab_size = 257
-    GPT2LMHeadModel(settings).save_pretrained(tmp_path / "gpt")
-    byte_tokenizer(1).save_pretrained(tmp_path / "gpt")
-    (tmp_path / "text.txt").write_text(TEXT[:3000])
-    options: dict[str, Any] = {"from_": str(tmp_path / "gpt"), "length": 16, "windows": 4}
-    with pytest.raises(ValueError, match="--text: expected a file"):
-        convert((tmp_path / "none",), heads_to_mixtures=True, **options)
-    for name, value, expected in (
-        ("length", 64, "at most 32, the positions of .*gpt"), ("length", 0, "at least 1"),
-        ("batch", 0, "at least 1"), ("windows", 0, "at least 1"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"--{name}: expected {expected}, got {value}"):
-            convert((tmp_path / "none",), drop=True, text=tmp_path / "text.txt", **options | {name: value})
-    convert((tmp_path / "half",), heads_to_mixtures=True, text=tmp_path / "text.txt", **options)
-    convert((tmp_path / "drop",), drop=True, text=tmp_path / "text.txt", **options)
-    for name, components in (("half", 2), ("drop", 1)):
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.mixture_components == components
-    with pytest.raises(ValueError, match=r"--tokens: expected at most 29 after this prompt .*, got 30"):
-        generate(tmp_path / "half", prompt="Lic", tokens=30, device="cpu")
-
-
 def test_the_command_line_options(tmp_path: Path) -> None:
-    """tyro parses `--from`, not `--from-`."""
+    """The option is `--from`, not `--from-`."""
     seen: list[tuple[Any, ...]] = []
 
     @functools.wraps(convert)
     def noted(*args: Any, **kwargs: Any) -> None:
         seen.append((args, kwargs))
 
-    tyro.cli(noted, args=["--from", "gpt2", "--heads-to-mixtures", "--finetune", "5", "out"])
+    read_options(noted, "mgk convert", ["--from", "gpt2", "--heads-to-mixtures", "--finetune", "5", "out"])()
     ((args, kwargs),) = seen
     given = inspect.signature(convert).bind(*args, **kwargs).arguments
     assert (given["paths"], given["from_"], given["heads_to_mixtures"], given["finetune"]) == (

@@ -99,6 +99,51 @@ def test_a_static_cache_is_allocated_at_once(kind: str) -> None:
             assert layer.inner._key.shape[-2] == tokens.shape[1] + NEW - 1
 
 
+@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk-positions"])
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_window_is_cached_as_it_is_computed(kind: str, every: int | None) -> None:
+    """Of each layer a dynamic cache keeps the window; a static one hides what is before it."""
+    model, (tokens, mask) = make("language", kind, window=4, global_every=every), prompts(kind)
+    options: dict[str, Any] = {"max_new_tokens": 9, "return_dict_in_generate": True}
+    expected = generate(model, tokens, mask, use_cache=False, max_new_tokens=9)
+    for way in ({}, {"cache_implementation": "static"}, {"num_beams": 1, "past_key_values": DynamicCache()}):
+        found = generate(model, tokens, mask, **options, **way)
+        assert torch.equal(found.sequences, expected)
+        held = [layer.inner.held for layer in found.past_key_values.layers]
+        assert held == ([14, 14] if "cache_implementation" in way else [4, 14 if every else 4])
+    with pytest.raises(ValueError, match=r"^cache: a cache of a window has no earlier tokens"):
+        generate(model, tokens[1:], prompt_lookup_num_tokens=3)
+
+
+@every_kind
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_static_cache_passed_as_an_object(kind: str, beams: int) -> None:
+    """It is allocated at once, says how long it is, and can be continued."""
+    model, (tokens, mask) = make("language", kind), prompts(kind)
+    cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + NEW)
+    options: dict[str, Any] = {"num_beams": beams, "return_dict_in_generate": True}
+    found = generate(model, tokens, mask, past_key_values=cache, max_new_tokens=2, **options)
+    assert torch.equal(found.sequences, generate(model, tokens, mask, max_new_tokens=2, num_beams=beams))
+    assert cache.get_seq_length() == tokens.shape[1] + 1
+    if kind in GROWING:
+        layers: list[Any] = cache.layers
+        assert {layer.inner._key.shape[-2] for layer in layers} == {tokens.shape[1] + NEW}
+        assert found.past_key_values.static
+    if beams == 1:
+        longer = torch.cat((mask, torch.ones(2, 2, dtype=mask.dtype)), 1)
+        whole = generate(model, found.sequences, longer, past_key_values=cache, max_new_tokens=NEW - 2)
+        assert torch.equal(whole, generate(model, tokens, mask))
+
+
+@torch.no_grad()
+def test_a_static_cache_in_forward() -> None:
+    model, tokens = make("language"), prompts()[0][1:]
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    first = model(tokens[:, :4], past_key_values=cache)
+    rest = [model(tokens[:, n : n + 1], past_key_values=cache).logits for n in (4, 5)]
+    torch.testing.assert_close(torch.cat((first.logits, *rest), 1), model(tokens).logits, **CLOSE)
+
+
 @pytest.mark.parametrize("kind", GROWING)
 @pytest.mark.parametrize("assistant", ["model", "prompt"])
 def test_assisted_decoding_changes_nothing(kind: str, assistant: str) -> None:
@@ -135,8 +180,9 @@ def test_an_unsupported_cache_is_an_error() -> None:
     filled = DynamicCache()
     filled.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
     static = StaticCache(config=model.config, max_cache_len=20)
+    static.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
     for cache in (filled, static, "cache"):
-        with pytest.raises(TypeError, match="past_key_values: expected an MGKCache or an empty DynamicCache"):
+        with pytest.raises(TypeError, match="past_key_values: expected an MGKCache, or an empty DynamicCache or"):
             model(tokens, past_key_values=cache)
     with pytest.raises(ValueError, match="cache_implementation: expected 'dynamic' or 'static'"):
         generate(model, tokens, cache_implementation="offloaded")

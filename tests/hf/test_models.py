@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor
 
 from mgk.hf import MGKConfig, MGKForCausalLM, MGKForSequenceClassification, MGKModel
+from mgk.hf.config import MODELS
 from mgk.merge.sums import SUMS
 from mgk.models import build
 from mgk.nn.output import IGNORE
-from mgk.train.config import MODELS
 from tests.hf.common import CLASSES, config, inputs, make, same_weights, stirred
 from tests.models.common import MODERN
 

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mgk.hf import MGKForMaskedLM, MGKModel, merge_heads
 from mgk.hf.tokenizer import byte_tokenizer
-from mgk.merge.foreign import warn_dense_weights
+from mgk.merge.attention import warn_dense_weights
 from tests.hf.common import CLASSES, FOREIGN, config, foreign, inputs, make, stirred
 from tests.models.common import MODERN
 

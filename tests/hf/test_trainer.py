@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from mgk.hf import merge_heads
-from mgk.train.config import MODELS
+from mgk.hf.config import MODELS
 from tests.hf.common import foreign, inputs, make, same_weights
 from tests.models.common import KINDS
 

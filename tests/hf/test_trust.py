@@ -14,9 +14,10 @@ import transformers
 from mgk.cli.hf import generate
 from mgk.hf import convert, hf_to_run, run_to_hf
 from mgk.hf.card import model_card, plain
-from mgk.hf.generate import load_for_generation, visible
+from mgk.hf.generate import load_for_generation
 from mgk.merge import merge_heads
 from mgk.merge.sums import SUMS, check_sums
+from mgk.train.sample import visible
 from tests.disk import flipped, small_files
 from tests.hf.common import foreign, make
 
@@ -104,6 +105,14 @@ def test_a_full_disk_leaves_nothing(most: int, folder: Path, tmp_path: Path) -> 
 def test_other_errors_are_not_reported_as_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), convert.writing(tmp_path / "out"):
         (tmp_path / "nothing").read_text()
+
+
+def test_a_broken_tokenizer_is_named(folder: Path, tmp_path: Path) -> None:
+    here = copied(folder, tmp_path / "hf")
+    (here / SUMS).unlink()
+    (here / "tokenizer.json").write_text("{{")
+    with pytest.raises(OSError, match=rf"{here}: its tokenizer cannot be read \(Expecting property name"):
+        load_for_generation(here)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from mgk.inspect import Page
+from mgk.inspect import Page, page
+from tests.inspect.browser import SIZE, settle
+from tests.inspect.common import attention
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -63,6 +65,7 @@ def is_problem(message: Any) -> bool:
     return message.type in ("error", "warning") and "willReadFrequently" not in message.text
 
 
-def settle(tab: Any) -> None:
-    """Wait until every head that is shown is loaded and drawn."""
-    tab.wait_for_selector("body[data-busy='0']")
+@pytest.fixture(scope="session")
+def two() -> Page:
+    """A page of two models."""
+    return page([attention("softmax", 4, SIZE), attention("smgk", 2, SIZE)])

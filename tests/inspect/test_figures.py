@@ -8,9 +8,11 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pytest
 import torch
 
 from mgk.inspect import cost_curves, figures
+from tests.disk import small_files
 
 
 def test_curves_hold_the_points() -> None:
@@ -68,6 +70,15 @@ def test_files_repeat(tmp_path: Path) -> None:
     assert ElementTree.fromstring(first[0]).tag.endswith("svg")
     assert first[1].startswith(b"\x89PNG")
     assert dict(mpl.rcParams) == before
+
+
+def test_a_full_disk_leaves_the_figure_that_was_there(tmp_path: Path) -> None:
+    figure = figures.curves({"loss": {"a": ([1, 2], [3.0, 1.0])}})
+    before = [path.read_bytes() for path in figures.save(figure, tmp_path / "curve")]
+    with small_files(1000), pytest.raises(OSError, match="File too large"):
+        figures.save(figure, tmp_path / "curve")
+    assert [(tmp_path / f"curve{ending}").read_bytes() for ending in (".svg", ".png")] == before
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_colours_stay_apart_without_hue() -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mgk.inspect import Chart, Dense, Model, Series, Table, Text, byte_tokens, collect, page, rank, write
+from mgk.inspect.blocks import POINTS
 from mgk.inspect.pack import Blocks, fits_16_bits, quantise, script_safe
-from mgk.inspect.page import POINTS
 from mgk.nn import MixtureAttention
 from tests.disk import small_files
 from tests.inspect.common import WICKED, attention, embedded, factors, pattern

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import tyro
 
 from mgk.cli import inspect as commands
-from mgk.data.splits import Documents, Pairs, Stream
+from mgk.cli.parsing import read_options
+from mgk.data.splits import Documents, Pairs, Sequences, Stream
+from mgk.files import read_json, write_json
 from mgk.inspect import rank
 from mgk.inspect.report import comparison_page, rank_table
-from mgk.inspect.runs import Run
-from mgk.models import ClassifierConfig, LanguageModelConfig, MatcherConfig
+from mgk.inspect.runs import Input, Run
+from mgk.models import ClassifierConfig, LanguageModelConfig, MatcherConfig, build
 from mgk.recipes import compare
 from mgk.train import Config, DataConfig
 from tests.inspect.common import embedded
@@ -32,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def grid(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grid")
-    compare(tiny(steps=4), ["softmax:2", "smgk:1"], seeds=1, out=folder, data_root=root)
+    compare(tiny(steps=4), ["softmax:2", "smgk:1"], seeds=2, out=folder, data_root=root)
     return folder
 
 
@@ -77,7 +79,16 @@ def test_a_log_is_read_once_and_a_broken_line_is_named(tmp_path: Path, monkeypat
         run.curve("train", metric)
     assert read == [path]
     assert run.curve("train", "loss") == ([1, 2], [2.0, 2.0])
-    for broken in ("nonsense", "[1]", '{"event": "train"}', "[" * 100_000):
+    path.write_text(line + line.replace("2.0", '"<b>"') + line.replace("2.0", "[1]"))
+    assert Run(tmp_path, tiny()).curve("train", "loss") == ([1], [2.0])
+    for broken in (
+        "nonsense",
+        "[1]",
+        '{"event": "train"}',
+        '{"event": [1], "step": 1}',
+        line[:-2].replace("1", "[1]") + "}",
+        "[" * 100_000,
+    ):
         path.write_text(f"{line}{broken}\n{line}")
         with pytest.raises(ValueError, match=r"log.jsonl, line 2: expected a JSON object with event and step"):
             Run(tmp_path, tiny()).curve("train", "loss")
@@ -120,11 +131,82 @@ def test_explore_writes_a_page(grid: Path, root: Path, tmp_path: Path, capsys: p
 def test_a_comparison_becomes_a_report(grid: Path, root: Path, tmp_path: Path) -> None:
     data = embedded(comparison_page(grid, data_root=root).html)
     kinds = [block["kind"] for block in data["report"]]
-    assert kinds[0] == "table"
-    assert kinds.count("chart") == len(kinds) - 1 >= 3
+    assert kinds == ["bars"] * 5 + ["chart"] * 2
+    found = {block["title"]: block for block in data["report"]}
+    rows = read_json(grid / "comparison.json")["rows"]
+    names = ["softmax, 2 heads", "sMGK, 1 head"]
+    for row, name, score, size, time in zip(
+        rows, names, *(found[title]["bars"] for title in ("Test accuracy", "Parameters", "Time per step")), strict=True
+    ):
+        assert score["name"] == size["name"] == name
+        assert score["value"] == row["mean"]
+        assert score["text"] == f"{row['mean']:.2f} ± {row['interval']:.2f} %"
+        assert score["high"] == row["mean"] + row["interval"]
+        assert size["text"] == f"{row['parameters']:,}"
+        assert size["low"] is None
+        assert time["low"] <= time["value"] <= time["high"]
+    loss = found["Training loss"]["series"][0]
+    assert loss["low"][0] <= loss["y"][0] <= loss["high"][0]
     assert len(data["models"]) == 2
     commands.explore((grid,), out=tmp_path / "report.html", data_root=root)
     assert (tmp_path / "report.html").exists()
+
+
+def test_one_seed_has_no_interval(grid: Path, root: Path, tmp_path: Path) -> None:
+    found = read_json(grid / "comparison.json")
+    for row in found["rows"]:
+        row |= {"scores": row["scores"][:1], "interval": None}
+        name = row["attention"].replace(":", "-")
+        shutil.copytree(grid / name / "seed-0", tmp_path / name / "seed-0")
+    write_json(tmp_path / "comparison.json", found)
+    score, *_, chart = embedded(comparison_page(tmp_path, data_root=root).html)["report"]
+    assert "One seed" in score["note"]
+    assert [bar["low"] for bar in score["bars"]] == [None, None]
+    assert chart["series"][0]["low"] is None
+
+
+def test_a_run_predicts_and_knows_the_truth(grid: Path, root: Path) -> None:
+    """The most probable classes of the model for an example, and the label of the data."""
+    run = open_run(grid, root)
+    given = run.example(3)
+    found = run.answer(given)
+    assert found is not None
+    probabilities = run.model(*given.arguments)[0].softmax(-1)
+    assert [int(name) for name, _ in found.options] == probabilities.topk(3).indices.tolist()
+    assert [p for _, p in found.options] == pytest.approx(probabilities.topk(3).values.tolist())
+    assert found.truth == str(run.prepared.split("test").labels[3])  # type: ignore[union-attr]
+    text = run.answer(run.encode("[MAX 1 2 ]"))
+    assert text is not None
+    assert text.truth is None
+
+
+def test_a_language_model_predicts_the_next_token() -> None:
+    """The truth is the first token that it did not read."""
+    run = untrained(LanguageModelConfig(vocabulary=256, max_length=3, width=16, heads=2, layers=1), "enwik8")
+    run.__dict__["model"] = build(run.config.model).eval()  # a cached property
+    run.__dict__["prepared"] = Tokens(Stream(np.frombuffer(b"abcdef", np.uint8)))
+    for given in (run.encode("abcd"), run.example(0)):
+        found = run.answer(given)
+        assert found is not None
+        assert found.truth == "d"
+        best = run.model(given.arguments[0])[0, -1].softmax(-1).max().detach()
+        assert found.options[0][1] == pytest.approx(float(best))
+    complete = run.answer(run.encode("ab"))
+    assert complete is not None
+    assert complete.truth is None
+
+
+def test_a_matcher_predicts_nothing_for_one_document() -> None:
+    assert untrained(MatcherConfig(max_length=6), "aan").answer(Input((), [])) is None
+
+
+def test_the_default_example_is_the_longest_that_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = untrained(ClassifierConfig(max_length=900), "imdb")
+    for lengths, chosen in (([8, 500, 30, 600], 500), ([700, 600, 800], 600)):
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        examples = Sequences(np.zeros(sum(lengths), np.uint8), offsets, 1, labels=np.zeros(len(lengths)))
+        monkeypatch.setattr(Run, "prepared", Tokens(examples))
+        assert len(run.example().tokens) == chosen
 
 
 def test_bytes_are_read_as_the_models_read_them() -> None:
@@ -231,8 +313,10 @@ def test_the_commands_parse() -> None:
 
         return record
 
-    table = {function.__name__: with_name(function) for function in (commands.figures, commands.explore)}
-    tyro.extras.subcommand_cli_from_dict(table, args=["explore", "a", "b", "--text", "x", "--length", "9"])
-    tyro.extras.subcommand_cli_from_dict(table, args=["figures", "a", "--matrices", "5"])
+    for function, words in (
+        (commands.explore, ["a", "b", "--text", "x", "--length", "9"]),
+        (commands.figures, ["a", "--matrices", "5"]),
+    ):
+        read_options(with_name(function), function.__name__, words)()
     assert [name for name, *_ in called] == ["explore", "figures"]
     assert "(PosixPath('a'), PosixPath('b'))" in repr(called[0])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mgk.merge import merge_heads
-from mgk.merge.foreign import IMPLEMENTATION
-from mgk.merge.heads import attention
+from mgk.merge.attention import IMPLEMENTATION
+from mgk.merge.calibration import attention
 from mgk.merge.layers import OwnLayer, layers_of
 from mgk.nn import AttentionInputs, MixtureAttention
 from mgk.nn.operators import attention_weights
@@ -28,8 +28,11 @@ def own(positions: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_the_weights_of_calibration_are_those_of_the_model(positions: str, share: float) -> None:
-    model, batch = own(positions, rotary_share=share)
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"window": 3}, {"num_kv_heads": 2}])
+def test_the_weights_of_calibration_are_those_of_the_model(
+    positions: str, share: float, options: dict[str, Any]
+) -> None:
+    model, batch = own(positions, rotary_share=share, **options)
     seen: list[Tensor] = []
 
     def keep(_: MixtureAttention, given: AttentionInputs) -> None:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from mgk.merge import heads as maths
-from mgk.merge.heads import Mixture, Projections, Sample, attention, merge
+from mgk.merge import pairs
+from mgk.merge.calibration import Mixture, Projections, Sample, attention, project
+from mgk.merge.calibration import scores as dense_scores
+from mgk.merge.heads import merge
 from tests.nn.common import normal
 
 E, D, N = 10, 4, 14
@@ -35,7 +38,8 @@ def sample(rotary: bool, seed: int = 9) -> Sample:
 
 def scores(merged: Mixture, given: Sample, scale: float) -> Tensor:
     """Scores of both components of one merged head with their priors, (2,B,N,N)."""
-    parts = [maths._scores(merged.query, merged.key[0, r], given, scale)[0] for r in range(2)]
+    query = project(merged.query, given)
+    parts = [dense_scores(query, project(merged.key[0, r], given), given, scale)[0] for r in range(2)]
     return torch.stack(parts) + merged.log_prior[0, :, None, None, None]
 
 
@@ -45,7 +49,7 @@ def test_the_shared_query_is_the_nearest_of_its_rank(rotary: bool, groups: int) 
     """Eckart and Young: the error is that of the discarded singular values, here with the identity as metric."""
     query, key = normal(groups, 2, E + 1, D), normal(2, E + 1, D, seed=1)
     identity = (torch.eye(E + 1, dtype=torch.float64),) * 2
-    new_query, new_key = maths._shared_query(query, key, identity, identity, rotary)
+    new_query, new_key = maths._shared_query(query, key, identity, identity, D if rotary else 0)
 
     def full(q: Tensor, k: Tensor) -> Tensor:
         """The matrices of all planes (or the one of the head), (P,G*F,2F), of query (G,2,F,D) and key (2,F,D)."""
@@ -114,7 +118,8 @@ def test_outputs_of_all_heads_are_fitted_together(heads: int, key_heads: int) ->
     )
     seen = []
     for h in range(len(merged.query)):
-        parts = [maths._scores(merged.query[h : h + 1], merged.key[h // share, r], given, old.scale)[0] for r in (0, 1)]
+        query, keys = project(merged.query[h : h + 1], given), project(merged.key[h // share], given)
+        parts = [dense_scores(query, key, given, old.scale)[0] for key in keys]
         both = torch.stack(parts) + merged.log_prior[h, :, None, None, None]
         mixed = both.logsumexp(0).softmax(-1).nan_to_num(0)
         seen.append((mixed @ given.x @ merged.value[h // share])[given.real])
@@ -127,6 +132,6 @@ def test_outputs_of_all_heads_are_fitted_together(heads: int, key_heads: int) ->
 def test_equal_heads_have_affinity_one_and_disjoint_ones_none() -> None:
     given = Sample(torch.zeros(1, 2, 2), torch.ones(1, 2, 2, dtype=torch.bool), torch.ones(1, 2, dtype=torch.bool))
     weights = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]], [[1.0, 0.0], [0.5, 0.5]]])[:, None]
-    found = maths.affinities([weights], [given])
+    found = pairs.affinities([weights], [given])
     torch.testing.assert_close(found, torch.tensor([[1, 0.5, 1], [0.5, 1, 0.5], [1, 0.5, 1]]))
     assert math.isclose(float(found.trace()), 3)

@@ -66,8 +66,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Pack on this machine too; returns the dropouts asked for."""
     asked: list[float] = []
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal: bool, dropout_p: float) -> Tensor:
+    def flash(
+        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal: bool, dropout_p: float, window: None
+    ) -> Tensor:
         assert longest == 7
+        assert window is None
         assert ends.dtype == torch.int32
         asked.append(dropout_p)
         return Kernel.apply(q, k, v, ends, causal)  # type: ignore[no-untyped-call, no-any-return]
@@ -248,6 +251,23 @@ def test_packed_rows_on_a_gpu() -> None:
         output, _ = module(x, packing=packing)
         torch.autograd.backward(output[:-2], normal(len(x) - 2, 16, seed=1).to(output))
         results.append([each.double() for each in (output[:-2], x.grad)])  # type: ignore[union-attr]
+    torch.testing.assert_close(*results, rtol=0.04, atol=0.04)
+
+
+@gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_window_on_a_gpu(packed: bool) -> None:
+    """The real kernel with a window, as a batch without padding and as packed rows: a few roundings (2^-8)."""
+    mask, results = (MASKS["right"] if packed else torch.ones(4, 7, dtype=torch.bool)).cuda(), []
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"variant": "softmax", "causal": True, "window": 3, "dtype": torch.float64}
+        module = MixtureAttention(16, 2, **options).to("cuda", dtype)
+        x = normal(4, 7, 16).to("cuda", dtype).requires_grad_()
+        packing = Packing(mask, int(mask.sum()))
+        output = packing.unpack(module(packing.pack(x), packing=packing)[0]) if packed else module(x)[0]
+        torch.autograd.backward(output[mask], normal(4, 7, 16, seed=1).to(output)[mask])
+        results.append([each.double() for each in (output[mask], x.grad)])  # type: ignore[union-attr]
     torch.testing.assert_close(*results, rtol=0.04, atol=0.04)
 
 

@@ -145,3 +145,21 @@ def test_what_cannot_be_replaced_is_an_error() -> None:
         replace_attention(nn.MultiheadAttention(12, 4, add_bias_kv=True))
     with pytest.raises(ValueError, match="variant"):
         replace_attention(nn.MultiheadAttention(12, 4), variant="nothing")
+
+
+def test_half_the_heads_are_as_many_parameters_as_the_documentation_says() -> None:
+    """The module with the width of a head named and `replace_attention` mean the same; so do their docstrings."""
+
+    def parameters(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    softmax = nn.MultiheadAttention(256, 8)
+    before, half = parameters(softmax), parameters(MixtureAttention(256, 4, head_dim=32))
+    replaced = replace_attention(softmax)
+    assert isinstance(replaced, MixtureAttention)
+    assert (replaced.num_heads, replaced.head_dim, parameters(replaced)) == (4, 32, half)
+    shown = replace_attention.__doc__ or ""
+    assert f"{before:,} parameters" in shown
+    assert f"{half:,}" in shown
+    wide = parameters(MixtureAttention(256, 4))  # heads of width 64, as nn.MultiheadAttention(256, 4) has
+    assert wide == before + 4 * 2 * 64 + 4 * 2  # shifts and priors

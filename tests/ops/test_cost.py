@@ -158,6 +158,8 @@ def test_half_the_heads() -> None:
     half = {variant: cost.Dimensions(variant=variant, heads=4, **sizes) for variant in ("smgk", "mgk", "softmax")}
     assert cost.cache_bytes(half["smgk"], 2) * 2 == cost.cache_bytes(full, 2)
     assert cost.cache_bytes(half["mgk"], 2) * 4 == cost.cache_bytes(full, 2) * 3
+    grouped = cost.Dimensions(variant="softmax", heads=8, kv_heads=2, **sizes)
+    assert cost.cache_bytes(grouped, 2) * 4 == cost.cache_bytes(full, 2)  # keys and values of two heads
     extra = cost.attention_flops(half["smgk"]).forward - cost.attention_flops(half["softmax"]).forward
     assert extra == 4 * (4096**2 * 2 * 2 + 2 * 4096 * 2 * 2 * 32)
     assert cost.attention_flops(half["mgk"]).forward * 4 == cost.attention_flops(full).forward * 3

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 CASES = {
     "sm_80": ["smgk/bf16/32/32/2/200/causal,drop"],
     "sm_89": ["mgk/f16/32/32/2/128/one", "mgk/bf16/128/128/2/128"],
-    "sm_90": ["smgk/f32/32/32/2/128/few"],
+    "sm_90": ["smgk/f32/32/32/2/128/few,page16", "smgk/bf16/32/32/2/128/one,page64"],
     "sm_120": ["prior/bf16/32/32/2/128"],
     "gfx942": ["smgk/bf16/16/16/2/128/drop", "mgk/f32/64/64/2/128/one", "loss/bf16/256/0/0/512"],
 }
@@ -39,7 +39,9 @@ def test_the_list_has_every_family_type_and_width() -> None:
         for dtype in cross_compile.DTYPES:
             assert {int(case[2]) for case in cases if case[:2] == [family, dtype]} >= set(cross_compile.WIDTHS)
     flags = {flag for case in cases for flag in (case[6].split(",") if len(case) > 6 else ())}
-    assert flags == {"causal", "hard", "mask", "drop", "var", "tf32", "one", "few"}
+    assert flags == {
+        "causal", "hard", "mask", "drop", "var", "tf32", "one", "few", "window", "page16", "page64", "softmax",
+    }  # fmt: skip
 
 
 def test_the_recorded_kernels_are_within_their_limits() -> None:

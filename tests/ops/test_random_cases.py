@@ -455,6 +455,30 @@ def test_native() -> None:
     assert not list(failing("native", range(140), Limits(200, 80)))
 
 
+def bits(case: Case, threads: int) -> list[Tensor]:
+    """The output, the lse and the gradients of a case, computed by some threads, as integers: NaN equals itself."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        leaves = {name: x.detach().clone().requires_grad_(name in case.needs) for name, x in dirty(case)[0].items()}
+        found = [x for x in call(leaves, case) if x is not None]
+        grads = [case.upstream, case.upstream_of_lse][: len(found)]
+        if case.needs:
+            found += torch.autograd.grad(found, [leaves[name] for name in case.needs], grads)
+    finally:
+        torch.set_num_threads(before)
+    return [x.detach().view(torch.int16 if x.itemsize == 2 else torch.int32) for x in found]
+
+
+def test_native_computes_the_same_bits_with_any_number_of_threads() -> None:
+    for seed in range(30):
+        case = Case(seed, "native", Limits(200, 40))
+        if case.planted != "log_prior":
+            one, *others = (bits(case, threads) for threads in (1, 2, 4))
+            for other in others:
+                assert all(map(torch.equal, one, other)), case.describe()
+
+
 def test_triton() -> None:
     assert not list(failing("triton", range(40), Limits(60)))
 

@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "em by position": {"attention": "mgk", "prior": "em", "prior_positions": 16},
     "adaptive": {"attention": "smgk", "cutoffs": (10, 20)},
     "grouped": {"attention": "smgk", "num_kv_heads": 2},
+    "window": {"attention": "smgk", "window": 5, "global_every": 2},
     "modern": {
         "attention": "smgk",
         "positions": "rotary",
@@ -65,8 +66,8 @@ def check_tensor_parallel_training() -> None:
 @on(2, 4)
 def check_context_parallel_training() -> None:
     world = dist.get_world_size()
-    names = ("softmax", "smgk", "mgk", "hard", "rotary", "mlk", "smlk mixing keys")
-    for name in names if world == 2 else names[1:6:2]:
+    names = ("softmax", "smgk", "mgk", "hard", "rotary", "mlk", "smlk mixing keys", "window")
+    for name in names if world == 2 else names[1::2]:
         torch.manual_seed(0)
         one = language_model(**MODELS[name])
         many, mesh = copy.deepcopy(one), mesh_of(world, names=("cp",))

@@ -125,6 +125,17 @@ def with_tokenizer(make: Callable[[Path], dict[str, Any]]) -> Callable[[Path], d
     return prepared
 
 
+def captions(folder: Path) -> dict[str, Any]:
+    """A language that writes every word backwards."""
+    words = sorted(set(TEXT.split()))
+    random = np.random.default_rng(0)
+    for name, count in (("train", 250), ("val", 50), ("test_2016_flickr", 50)):
+        lines = [random.choice(words[::20], 4).tolist() for _ in range(count)]
+        (folder / f"{name}.en").write_text("".join(" ".join(line) + "\n" for line in lines))
+        (folder / f"{name}.de").write_text("".join(" ".join(word[::-1] for word in line) + "\n" for line in lines))
+    return {"bpe": 300}
+
+
 def nothing(folder: Path) -> dict[str, Any]:
     return {"sizes": (300, 50, 50), "lengths": (3, 12), "depth": 2, "arguments": 3}
 
@@ -142,6 +153,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any]]] = {
     "lm-small": (with_tokenizer(articles), {**LANGUAGE, "model__vocabulary": 300}),
     "lm-medium": (with_tokenizer(articles), {**LANGUAGE, "model__vocabulary": 300, "model__attention": "softmax"}),
     "lm-nano-cpu": (with_tokenizer(letters), {**LANGUAGE, "model__vocabulary": 300, "model__attention": "mlk"}),
+    "multi30k": (captions, {**SEQUENCES, "model__vocabulary": 300, "model__decoder_layers": 1}),
     "fashion-mnist": (clothes, {**SEQUENCES, "model__patch_size": 7}),
     "cifar10": (photographs, {**SEQUENCES, "model__patch_size": 8}),
 }

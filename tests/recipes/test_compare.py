@@ -205,6 +205,21 @@ def test_scores_are_in_the_order_of_seeds(tmp_path: Path, monkeypatch: pytest.Mo
     assert row.scores == [0.0, 10.0, 20.0]
 
 
+def test_a_score_that_is_not_finite_is_valid_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverged(jobs: dict[Path, Any], **_: Any) -> dict[Path, Result]:
+        return {path: Result("", True, 2, 1, test={"perplexity": math.inf}, seconds_per_step=math.nan) for path in jobs}
+
+    monkeypatch.setattr(MODULE, "run_jobs", diverged)
+    compare(tiny(), ATTENTIONS[:1], seeds=2, out=tmp_path)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    (row,) = json.loads((tmp_path / "comparison.json").read_text(), parse_constant=refuse)["rows"]
+    assert (row["scores"], row["mean"], row["interval"]) == ([None, None], None, None)
+    assert row["seconds_per_step"] is None
+
+
 def test_if_all_runs_are_refused_the_existing_table_is_kept(data_root: Path, tmp_path: Path) -> None:
     compare(tiny(steps=2), ATTENTIONS[:1], out=tmp_path, data_root=data_root)
     names = ("comparison.json", "comparison.md")

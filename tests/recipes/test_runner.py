@@ -72,6 +72,13 @@ def test_no_run_starts_shortly_before_the_end(monkeypatch: pytest.MonkeyPatch) -
     assert run_jobs({0: partial(fail, "started")}, deadline=deadline) == {}
 
 
+@pytest.mark.usefixtures("quick_processes")
+def test_a_run_starts_only_if_its_time_is_left() -> None:
+    """The long one stays; the ones after it use the time."""
+    jobs: Jobs = {0: partial(abs, -1), 1: partial(abs, -2), 2: partial(abs, -3)}
+    assert run_jobs(jobs, deadline=Deadline(10), needs={0: 1.0, 1: 10.0}) == {0: 1, 2: 3}
+
+
 @pytest.mark.parametrize("budget", [0, -1.0, float("nan")])
 def test_a_budget_must_be_positive(budget: float) -> None:
     with pytest.raises(ValueError, match="budget: expected minutes above 0, got"):

@@ -99,6 +99,22 @@ def test_priors_by_em_resume_exactly(data_root: Path, tmp_path: Path, monkeypatc
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
 
 
+def test_an_adapted_model_is_trained_and_resumes_exactly(
+    undisturbed: Path, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def adapt(model: Any) -> None:
+        with torch.no_grad():
+            model.encoder.tokens.weight.mul_(0.5)
+
+    train(tiny(), tmp_path / "whole", data_root=data_root, adapt=adapt)
+    assert losses(tmp_path / "whole")[0] != losses(undisturbed)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "Interrupt", lambda: StopAt(5))
+        train(tiny(), tmp_path / "parts", data_root=data_root, adapt=adapt)
+    train(tiny(), tmp_path / "parts", data_root=data_root, resume=True, adapt=adapt)
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
 class StopAt(engine.Interrupt):
     def __init__(self, step: int) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -26,6 +27,8 @@ from mgk.files import locked, write_text
 from mgk.inspect.runs import Run as Opened
 from mgk.train import CheckpointError, checkpoint, engine, evaluate, saving, train
 from mgk.train import run as run_module
+from mgk.train.config import read as read_config
+from mgk.train.data import root_of
 from mgk.train.learner import Learner
 from tests.train.common import log, losses, prepare, tiny, weights
 
@@ -73,9 +76,9 @@ def test_a_second_process_is_told_who_trains_the_run(data_root: Path, tmp_path: 
     process = context.Process(target=wait_in_a_step, args=(tmp_path / "run", data_root, there))
     process.start()
     number = here.recv()
-    for options in ({"resume": True}, {"resume": False}):
+    for resume in (True, False):
         with pytest.raises(ValueError, match=r"holds a run already|trains this run") as error:
-            train(tiny(seed=1), tmp_path / "run", data_root=data_root, **options)
+            train(tiny(seed=1), tmp_path / "run", data_root=data_root, resume=resume)
     with pytest.raises(ValueError, match=rf"/run: process {number} on \S+ trains this run; wait until it has ended"):
         train(tiny(), tmp_path / "run", data_root=data_root, resume=True)
     assert "\n" not in str(error.value)
@@ -338,6 +341,20 @@ def test_the_message_for_a_damaged_file_names_it(
         train(tiny(**QUICK), run, data_root=data_root, resume=True)
     assert str(run) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("starts", [7, [7], [{"data_root": ["a"]}], [{"data": "x"}]])
+def test_a_record_of_starts_that_is_none_is_named(starts: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
+    with pytest.raises(ValueError, match=r"run\.json: expected the record of the starts of a run"):
+        root_of(tmp_path, None)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"model": 3}'])
+def test_a_configuration_that_is_none_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"/config\.json: "):
+        read_config(tmp_path / "config.json")
 
 
 def test_a_damaged_state_does_not_advise_to_load_it_unsafely(tmp_path: Path) -> None:

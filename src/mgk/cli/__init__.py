@@ -6,6 +6,7 @@ matplotlib import them when they run.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import mgk
 
 EXTRAS = {
-    "tyro": "train", "rich": "train", "lightning_fabric": "train", "safetensors": "train", "matplotlib": "plot",
+    "rich": "train", "lightning_fabric": "train", "safetensors": "train", "matplotlib": "plot",
     "transformers": "hf",
 }  # fmt: skip
 
@@ -28,7 +29,9 @@ try:
     import rich  # noqa: F401  # for progress bars
 
     from mgk.cli import bench, data, demo, hf, inspect, train
-    from mgk.cli.parsing import Action, Command, UsageError, function, group
+    from mgk.cli.parsing import Action, Command, function, group
+    from mgk.data import DataError
+    from mgk.train.checkpoint import CheckpointError
 except ImportError as error:
     message = f"mgk: error: {error}{what_to_install(error)}"
     if "pip install" in message:
@@ -51,32 +54,48 @@ ROOT = group("Transformers whose attention keys are mixtures. --debug shows the 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return its exit status: 0, 1 for an error, 2 for a command line that cannot be parsed."""
+    """Run the command line. Return its exit status: 0, 1 for a failure, 2 for wrong usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     try:
-        action = parse([word for word in words if word != "--debug"])
-    except UsageError as error:
-        print(f"mgk: error: {error} (see mgk --help)", file=sys.stderr)
-        return 2
-    try:
-        action()
+        parse([word for word in words if word != "--debug"])()
     except train.Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the output, such as head, has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nothing more can be written at the exit
+        return 128 + signal.SIGPIPE
     except Exception as error:
         if debug:
             raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"mgk: error: {text}{what_to_install(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        print(f"mgk: error: {told(error)}{what_to_install(error)}", file=sys.stderr)
+        return 2 if is_usage(error) else 1
     return 0
 
 
+def is_usage(error: Exception) -> bool:
+    """Whether an error means that the command line is wrong: a value, or a file that is not there.
+
+    Functions raise a ValueError or TypeError for a wrong argument, and errors of their own for what is wrong with data
+    and checkpoints.
+    """
+    if isinstance(error, (DataError, CheckpointError, UnicodeError)):
+        return False
+    absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
+    return isinstance(error, (ValueError, TypeError, *absent))
+
+
+def told(error: Exception) -> str:
+    """Return the message of an error in one line, without numbers of the operating system."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def parse(words: Sequence[str]) -> Action:
-    """Parse a command line into a call that is ready to run; raises `UsageError`."""
+    """Parse a command line into a call that is ready to run; a wrong one raises an error."""
     if list(words) == ["--version"]:
         return lambda: print(f"mgk {mgk.__version__}")
     return ROOT.parse("mgk", list(words))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
+from mgk.cli.parsing import Positional, UsageError
 
 
 def generate(
-    run: tyro.conf.Positional[Path],
+    run: Path,
     prompt: str = "",
     tokens: int = 200,
     sample: bool = True,
@@ -39,17 +39,18 @@ def generate(
         seed: seed of the sampling.
         which: which checkpoint of a run.
         device: where to compute.
-        data_root: folder of the prepared data sets, for a run's vocabulary; $MGK_DATA or ~/.cache/mgk/data.
+        data_root: folder of the prepared data sets, for a run's vocabulary; that of the run if not given.
     """
     import torch
 
-    from mgk.hf.generate import load_for_generation, stream, visible
+    from mgk.hf.generate import load_for_generation, stream
     from mgk.ops.arguments import check_count
+    from mgk.train.sample import visible
 
     check_count("--tokens", tokens)
     check_count("--beams", beams)
     if not 0 <= top_p <= 1:
-        raise ValueError(f"--top-p: expected 0 to 1, got {top_p}")
+        raise UsageError(f"--top-p: expected 0 to 1, got {top_p}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
@@ -62,11 +63,13 @@ def generate(
 
 
 def convert(
-    paths: tyro.conf.Positional[tuple[Path, ...]],
-    from_: Annotated[str, tyro.conf.arg(name="from")] = "",
+    paths: Positional[tuple[Path, ...]],
+    from_: str = "",
     heads_to_mixtures: bool = False,
     drop: bool = False,
+    pool: bool = False,
     text: Path | None = None,
+    images: Path | None = None,
     windows: int = 16,
     length: int = 256,
     finetune: int = 0,
@@ -84,8 +87,8 @@ def convert(
 
     mgk convert --from MODEL --heads-to-mixtures FOLDER halves the heads of a trained softmax model: the most similar
     heads are merged, two into one mixture-key head, and --finetune STEPS recovers the loss. MODEL is a run of
-    `mgk train`, which is measured and tuned on its own data, or a Transformers model (GPT-2, Llama, Mistral, Qwen2),
-    which needs --text FILE for that.
+    `mgk train`, which is measured and tuned on its own data, or a Transformers model, which needs --text FILE (language
+    models and encoders) or --images FOLDER (ViT, DeiT) for that. docs/merging.md lists the families.
 
     In Python: `mgk.hf.run_to_hf`, `mgk.hf.hf_to_run`, `mgk.hf.merge_heads` and `mgk.merge.finetune`.
 
@@ -94,8 +97,10 @@ def convert(
         from_: run, folder or hub name of a softmax model.
         heads_to_mixtures: merge its heads in pairs.
         drop: drop every second head instead, as a baseline.
+        pool: replace every two key and value heads by their mean instead (grouped queries), as a baseline.
         text: file to calibrate and fine-tune on, and to measure on (its last tenth), for a Transformers model.
-        windows: number of windows of the text to calibrate on.
+        images: the same for a model of images, a folder with PNG or JPEG files.
+        windows: number of windows of the text, or of images, to calibrate on.
         length: tokens per window.
         finetune: steps of fine-tuning.
         lr: peak learning rate of the fine-tuning.
@@ -103,21 +108,23 @@ def convert(
         which: which checkpoint of a run.
         state: convert the optimiser's state of a run too.
         data: name of the data set, for a folder that was not converted from a run.
-        data_root: folder of the prepared data sets; $MGK_DATA or ~/.cache/mgk/data if not given.
+        data_root: folder of the prepared data sets; that of the run if not given.
     """
     from mgk.hf import convert as files
 
     if len(paths) != (1 if from_ else 2):
         wanted = "the folder to write" if from_ else "what to convert and the folder to write"
-        raise ValueError(f"PATHS: expected {wanted}, got {len(paths)} paths")
+        raise UsageError(f"PATHS: expected {wanted}, got {len(paths)} paths")
     *sources, out = paths
     if from_:
-        if not heads_to_mixtures and not drop:
-            raise ValueError("--from: expected --heads-to-mixtures (or --drop) with it, got neither")
+        chosen = [name for name, given in (("merge", heads_to_mixtures), ("drop", drop), ("pool", pool)) if given]
+        if len(chosen) != 1:
+            wanted = "one of --heads-to-mixtures, --drop and --pool"
+            raise UsageError(f"--from: expected {wanted} with it, got {len(chosen)} of them")
         from mgk.hf.halve import halve
 
         halve(
-            from_, out, method="drop" if drop else "merge", text=text, windows=windows, length=length,
+            from_, out, method=chosen[0], text=text, images=images, windows=windows, length=length,
             finetune_steps=finetune, lr=lr, batch=batch, which=which, data_root=data_root, say=print,
         )  # fmt: skip
         return

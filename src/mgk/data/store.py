@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mgk.data.splits import KINDS, AnySplit, Sequences, join
+from mgk.data.splits import KINDS, AnySplit, Array, Sequences, blocks, join
 from mgk.files import beside, checksum, holder, new_folder, seal, tidy, write_text
 from mgk.files import locked as file_lock
 
@@ -189,7 +189,7 @@ def write(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
             for split, examples in built.splits.items():
                 for array, values in examples.arrays().items():
                     path = unfinished / f"{split}.{array}.npy"
-                    np.save(path, values, allow_pickle=False)
+                    save_array(path, values)
                     files[path.name] = checksum(path) | {"shape": list(values.shape), "dtype": str(values.dtype)}
             words = None if built.words is None else "".join(f"{word}\n" for word in built.words)
             for name, text in ((VOCABULARY, words), (TOKENIZER, built.tokenizer)):
@@ -209,7 +209,16 @@ def write(folder: Path, built: Built, manifest: dict[str, Any]) -> None:
             content = json.loads(json.dumps(content))  # what a reader finds: lists instead of tuples
             write_text(unfinished / MANIFEST, json.dumps(content | {"sha256": seal(content)}, indent=2))
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
+
+
+def save_array(path: Path, values: Array) -> None:
+    """Write an array as `np.save` does, but in parts: a long text is not read into memory."""
+    header = {"descr": np.lib.format.dtype_to_descr(values.dtype), "fortran_order": False, "shape": values.shape}
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in blocks(values):
+            np.ascontiguousarray(part).tofile(file)
 
 
 @contextmanager
@@ -223,7 +232,7 @@ def locked(folder: Path) -> Iterator[None]:
                 stack.enter_context(file_lock(lock))
             tidy(folder.parent, folder.name)
         except OSError as error:
-            raise _unwritable(folder, error) from None
+            raise unwritable(folder, error) from None
         yield
 
 
@@ -241,7 +250,7 @@ def prepared(folder: str | Path | None = None) -> list[Path]:
     return sorted(path.parent for path in base.glob(f"[!.]*/{MANIFEST}"))
 
 
-def _unwritable(folder: Path, error: OSError) -> DataError:
+def unwritable(folder: Path, error: OSError) -> DataError:
     return DataError(
         f"{folder} could not be written ({error.strerror}); free disk space or set MGK_DATA to another folder"
     )

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from mgk.hf.static import StaticStep
 from mgk.models import LanguageModel
 from mgk.nn import KeyValueCache, StackCache, StateCache
+from mgk.nn.cache import WindowCache
 
 
 class MGKCacheLayer(CacheLayerMixin):
@@ -23,7 +24,7 @@ class MGKCacheLayer(CacheLayerMixin):
     def __init__(self, inner: KeyValueCache | StateCache) -> None:
         super().__init__()
         self.inner = inner
-        self.is_croppable = isinstance(inner, KeyValueCache)
+        self.is_croppable = isinstance(inner, KeyValueCache) and not isinstance(inner, WindowCache)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -61,6 +62,11 @@ class MGKCacheLayer(CacheLayerMixin):
         """Called before tokens may be removed again, as in assisted decoding."""
         if isinstance(self.inner, StateCache):
             raise ValueError("cache: the state of the linear family cannot remove tokens; generate without assistant")
+        if isinstance(self.inner, WindowCache):
+            raise ValueError(
+                "cache: a cache of a window has no earlier tokens to go back to; use cache_implementation='static', or "
+                "generate without assistant"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -n positions for a negative n; for a positive n, as in older releases, keep the first n."""
@@ -126,15 +132,26 @@ def stack_of(cache: Cache) -> StackCache:
     return StackCache([cast(MGKCacheLayer, layer).inner for layer in cache.layers])
 
 
-def adopt(cache: object, fresh: Callable[[], StackCache]) -> Cache:
-    """Return a cache that the model can use: an `MGKCache` unchanged, an empty `DynamicCache` with our layers in it."""
+def adopt(cache: object, fresh: Callable[[], StackCache], *, graph: bool = True) -> Cache:
+    """Return a cache that the model can use.
+
+    An `MGKCache` is returned unchanged. An empty `DynamicCache` gets our layers. An empty `StaticCache` is replaced by
+    an `MGKCache` of its length, and shares its layers, so that it says how many positions there are.
+    """
+    if isinstance(cache, StaticCache) and isinstance(found := getattr(cache, "adopted", None), MGKCache):
+        return found
     if isinstance(cache, Cache) and cache.layers and all(isinstance(layer, MGKCacheLayer) for layer in cache.layers):
         return cache
-    if isinstance(cache, DynamicCache) and not cache.get_seq_length() and not cache.offloading:
+    empty = isinstance(cache, DynamicCache | StaticCache) and not cache.get_seq_length() and not cache.offloading
+    if empty and isinstance(cache, DynamicCache):
         cache.layers = MGKCache(fresh()).layers
         cache.layer_class_to_replicate = None
         return cache
+    if empty and isinstance(cache, StaticCache):
+        found = MGKCache(fresh(), cache.layers[0].max_cache_len, graph=graph)  # type: ignore[union-attr]
+        cache.layers, cache.adopted = found.layers, found  # type: ignore[attr-defined]
+        return found
     raise TypeError(
-        f"past_key_values: expected an MGKCache or an empty DynamicCache, got {type(cache).__name__}; leave it out, or "
-        "use cache_implementation='static' to allocate the cache at once"
+        f"past_key_values: expected an MGKCache, or an empty DynamicCache or StaticCache, got {type(cache).__name__}; "
+        "leave it out, or use cache_implementation='static' to allocate the cache at once"
     )

@@ -11,9 +11,13 @@ from transformers.utils import logging
 
 from mgk.models.config import ModelConfig
 from mgk.ops import arguments as check
-from mgk.train.config import MODELS, build
+from mgk.train.config import MODELS as ALL_MODELS
+from mgk.train.config import build
 
 logger = logging.get_logger(__name__)
+
+# A translator has two inputs, which no class of this package reads.
+MODELS = {kind: config for kind, config in ALL_MODELS.items() if kind != "translation"}
 
 # Fields of `mgk.models` and their names here. In Transformers `max_length` is how much to generate.
 PUBLIC = {"max_length": "max_position_embeddings", "classes": "num_labels"}
@@ -145,7 +149,8 @@ class MGKConfig(PreTrainedConfig):
         """Convert from a configuration of `mgk.models`; `others` are fields of Transformers."""
         kind = next((name for name, type_ in MODELS.items() if type(config) is type_), None)
         if kind is None:
-            raise TypeError(f"config: expected a configuration of mgk.models, got {check.describe(config)}")
+            known = ", ".join(type_.__name__ for type_ in MODELS.values())
+            raise TypeError(f"config: expected one of mgk.models, {known}, got {check.describe(config)}")
         fields = {PUBLIC.get(name, name): value for name, value in dataclasses.asdict(config).items()}
         return cls(kind=kind, **fields, **others)
 

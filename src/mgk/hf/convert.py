@@ -34,6 +34,7 @@ from mgk.train import checkpoint, load_model
 from mgk.train import config as run_config
 from mgk.train.config import Config, DataConfig
 from mgk.train.data import load as load_data
+from mgk.train.data import root_of
 
 RECORD = "mgk_run"
 RECORDED = ("config.json", "run.json", "log.jsonl", "result.json")
@@ -45,6 +46,8 @@ def from_run(run: str | Path, which: str = "best") -> MGKPreTrainedModel:
     """Load the "best" or "last" checkpoint of a run as a Transformers model, in evaluation mode."""
     inner, settings = load_model(run, which)
     padding = None if settings.kind in ("language", "vision") else 0
+    if settings.kind not in CLASSES:
+        raise ValueError(f"{run}: expected a run of a {' or '.join(CLASSES)} model, got one of {settings.kind}")
     model = CLASSES[settings.kind](MGKConfig.from_model(settings.model, pad_token_id=padding))
     model.mgk = inner
     model.eval()
@@ -74,13 +77,16 @@ def run_to_hf(
     facts = checkpoint.read_facts(run / which)
     with writing(out) as unfinished:
         try:
-            save_with_card(model, unfinished, settings, data_root, record)
+            save_with_card(model, unfinished, settings, root_of(run, data_root), record)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{run}: expected the run.json and result.json of mgk train, got others: {error!r}"
             ) from error
         kept = unfinished / RECORD
         _copy(RECORDED, run, kept)
+        if starts is not None:  # paths of this machine stay here
+            shown = [{name: value for name, value in each.items() if name != "data_root"} for each in starts["starts"]]
+            write_json(kept / "run.json", starts | {"starts": shown})
         write_json(kept / "checkpoint.json", facts | {"which": which})
         if state:
             shutil.copyfile(run / which / "state.pt", kept / "state.pt")

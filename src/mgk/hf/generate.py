@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from mgk.hf.tokenizer import tokenizer_of
 from mgk.merge.sums import check_sums
 from mgk.train.config import read
 from mgk.train.data import load as load_data
+from mgk.train.data import root_of
 
 
 def load_for_generation(
@@ -27,14 +27,19 @@ def load_for_generation(
     settings = read(folder / "config.json")
     if settings.kind != "language":
         raise ValueError(f"{folder}: expected a language model, got a {settings.kind}")
-    return from_run(folder, which), tokenizer_of(load_data(settings, data_root))
+    return from_run(folder, which), tokenizer_of(load_data(settings, root_of(folder, data_root)))
 
 
 def load_folder(folder: str | Path) -> tuple[Any, Any]:
     """Load a language model of Transformers and its tokenizer, in evaluation mode; code beside them is never run."""
     check_sums(Path(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-    return model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ImportError:
+        raise
+    except Exception as error:  # each library has errors of its own, which name no file
+        raise OSError(f"{folder}: its tokenizer cannot be read ({' '.join(str(error).split())})") from error
 
 
 class _Streamer(TextStreamer):
@@ -46,14 +51,6 @@ class _Streamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.shown(text)
-
-
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def visible(text: str) -> str:
-    r"""Replace control characters but tab and newline by their code, such as \x1b: they could command a terminal."""
-    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def stream(model: Any, tokenizer: Any, prompt: str, shown: Callable[[str], None], **options: Any) -> None:

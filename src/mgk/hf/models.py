@@ -5,18 +5,19 @@ B batch, N positions of this call, Nk positions so far, E width of the model, V 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from mgk.hf.base import MGKModel, MGKPreTrainedModel
-from mgk.hf.cache import MGKCache, stack_of
+from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.heads import MGKForDocumentMatching, MGKForImageClassification, MGKForSequenceClassification
 from mgk.hf.inputs import check_options, read_texts
 from mgk.hf.output import OutputLayer, Vocabulary, summed_loss
@@ -152,6 +153,10 @@ class MGKForCausalLM(Vocabulary, MGKPreTrainedModel, GenerationMixin):
                 f"assistant_model, prompt_lookup_num_tokens: expected None with {self.config.attention!r}: the "
                 "state of the linear family cannot remove the tokens that are rejected"
             )
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if isinstance(given := model_kwargs.get("past_key_values"), StaticCache):  # which generate() would compile
+            graph = not generation_config.disable_compile
+            model_kwargs["past_key_values"] = adopt(given, partial(self.mgk.new_cache, rows), graph=graph)
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -159,7 +164,6 @@ class MGKForCausalLM(Vocabulary, MGKPreTrainedModel, GenerationMixin):
             return
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise ValueError(f"cache_implementation: expected 'dynamic' or 'static' for this model, got {kind!r}")
-        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         capacity = max_cache_length if kind == "static" else 0
         graph = not generation_config.disable_compile
         compile = graph and generation_config.compile_config is not None

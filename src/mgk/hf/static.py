@@ -46,6 +46,12 @@ class FixedShapeCache(KeyValueCache):
         self._value.index_copy_(-2, self.place, value)
         return self._key, self._value
 
+    def visible(self, mask: Tensor | None, window: int | None) -> tuple[Tensor | None, int | None]:
+        """A window ends at `place`, not at the end of the buffers: the mask (B,C) has to hide what is before it."""
+        if mask is None or window is None:
+            return mask, window
+        return mask & (torch.arange(self._capacity, device=mask.device) > self.place - window), None
+
 
 def decode(
     model: LanguageModel, buffers: list[tuple[Tensor, Tensor]], tokens: Tensor, mask: Tensor, positions: Tensor,

@@ -39,6 +39,7 @@ class Layer:
     variance: Float[Tensor, "h m"] | None
     feature_map: str | FeatureMap
     is_causal: bool
+    window: int | None
     key_mask: Bool[Tensor, "b nk"] | None
     prior: Float[Tensor, "h m"]  # as probabilities; a prior per position is averaged over positions
 
@@ -68,7 +69,7 @@ class Layer:
             key = key[..., seen, :]
             prior = prior[:, seen] if prior is not None and prior.dim() == 2 else prior
         if self.variant == "softmax":
-            return of.softmax(query, key, is_causal=self.is_causal)
+            return of.softmax(query, key, is_causal=self.is_causal, window=self.window)
         shift = None if self.shift is None else self.shift[index]
         if self.variant in LINEAR:
             if shift is not None:
@@ -80,8 +81,9 @@ class Layer:
             )
         variance = None if self.variance is None else self.variance[index]
         return of.gaussian(
-            query, key, prior, shift=shift, variance=variance, e_step=self.e_step, is_causal=self.is_causal
-        )
+            query, key, prior, shift=shift, variance=variance, e_step=self.e_step, is_causal=self.is_causal,
+            window=self.window,
+        )  # fmt: skip
 
     def component_keys(self, index: int, sample: int = 0) -> Float[Tensor, "m nk d"]:
         """k_jr of one head, without the masked positions."""
@@ -143,6 +145,7 @@ def _layer(name: str, module: MixtureAttention, inputs: AttentionInputs) -> Laye
         feature_map=inputs.feature_map,
         prior=prior.mean(-1) if prior.dim() == 3 else prior,
         is_causal=inputs.is_causal,
+        window=inputs.window,
         key_mask=inputs.key_mask,
         **tensors,  # type: ignore[arg-type]
     )

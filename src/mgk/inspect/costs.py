@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mgk.models import TransformerConfig
-from mgk.models.cost import layer_flops, layer_parameters
+from mgk.models.cost import layer_parameters, stack_flops
 from mgk.variants import LABELS, MIXTURES
 
 RETRIEVAL = TransformerConfig()
@@ -45,7 +45,7 @@ def cost_curves(
         halved = halve and variant in MIXTURES
         own = [max(1, n // 2) if halved else n for n in heads]
         models = [dataclasses.replace(plain, attention=variant, heads=n) for n in own]  # type: ignore[arg-type]
-        flops = [each.layers * layer_flops(each, length, causal=causal).forward for each in models]
+        flops = [stack_flops(each, length, causal=causal).forward for each in models]
         sizes = [each.layers * layer_parameters(each) for each in models]
         label = LABELS.get(variant, variant) + ", half the heads" * halved
         curves.append(Curve(label, tuple(own), tuple(flops), tuple(sizes)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mgk.files import new_file
 from mgk.inspect.costs import Curve
 
 try:
@@ -163,9 +164,9 @@ def save(figure: Figure, stem: str | Path) -> list[Path]:
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(stem.name + ending) for ending in (".svg", ".png")]
-    with styled():
-        figure.savefig(paths[0], metadata={"Date": None})
-        figure.savefig(paths[1], metadata={"Software": None})
+    for path, metadata in zip(paths, ({"Date": None}, {"Software": None}), strict=True):
+        with styled(), new_file(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
     return paths
 
 

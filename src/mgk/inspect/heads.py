@@ -79,6 +79,7 @@ class Factors:
     link: str = "identity"  # or "log"
     hard: bool = False  # hard E-step (Eqn 12): only the largest component of a pair contributes to A
     is_causal: bool = False  # lower-right aligned
+    window: int | None = None  # of the causal mask
 
     @property
     def num_components(self) -> int:
@@ -101,7 +102,8 @@ class Factors:
         logits = product + self.row[start:stop].T[..., None] + self.column[:, None]
         if self.is_causal:
             last = torch.arange(start, start + len(query), device=query.device) + self.num_keys - self.num_queries
-            hidden = torch.arange(self.num_keys, device=query.device) > last[:, None]
+            age = last[:, None] - torch.arange(self.num_keys, device=query.device)
+            hidden = (age < 0) | (age >= (self.window or self.num_keys + self.num_queries))
             logits = logits.masked_fill(hidden, -torch.inf)
         return logits
 
@@ -166,6 +168,7 @@ def gaussian(
     variance: float | Float[Tensor, " m"] | None = None,
     e_step: str = "soft",
     is_causal: bool = False,
+    window: int | None = None,
 ) -> Factors:
     """Create a head of MGK, or of sMGK if `shift` is given.
 
@@ -180,14 +183,16 @@ def gaussian(
     if shift is not None:
         row = row + query @ shift.T * scale
     keys = components if shift is None else key[None]
-    return Factors(query, keys, scale, row, column, hard=e_step == "hard", is_causal=is_causal)
+    return Factors(query, keys, scale, row, column, hard=e_step == "hard", is_causal=is_causal, window=window)
 
 
-def softmax(query: Float[Tensor, "nq d"], key: Float[Tensor, "nk d"], *, is_causal: bool = False) -> Factors:
+def softmax(
+    query: Float[Tensor, "nq d"], key: Float[Tensor, "nk d"], *, is_causal: bool = False, window: int | None = None
+) -> Factors:
     """Create a head of softmax attention."""
     scale = query.new_full((1,), query.shape[-1] ** -0.5)
     row, column = query.new_zeros(len(query), 1), key.new_zeros(1, len(key))
-    return Factors(query, key[None], scale, row, column, is_causal=is_causal)
+    return Factors(query, key[None], scale, row, column, is_causal=is_causal, window=window)
 
 
 def linear(

@@ -11,32 +11,53 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mgk.files import write_text
+from mgk.inspect.blocks import Block, thinned
 from mgk.inspect.collect import Layer
 from mgk.inspect.heads import Dense, Factors, Head
 from mgk.inspect.pack import Blocks, fits_16_bits, script_safe
 from mgk.inspect.rank import rank
-from mgk.inspect.summary import separation, summarise
+from mgk.inspect.summary import Summary, separation, summarise
 from mgk.ops.arguments import describe
-from mgk.tables import Table
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 EXACT = 1024  # up to this many positions the page computes full maps (as in assets/map.js) and ranks are computed
 DENSE_LIMIT = 2048
-POINTS = 4000  # of a line in a chart, which is 520 pixels wide
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")  # not allowed in HTML or UTF-8
-SCRIPTS = ("codec", "heads", "colour", "state", "map", "inspect", "panel", "export", "report", "app")
+SCRIPTS = (
+    "codec", "heads", "colour", "state", "map", "axes", "text", "thumbs", "facts", "panel", "export",
+    "chart", "bars", "report", "controls", "keys", "app",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model predicts for its input: the most probable options, and the true one if it is known."""
+
+    what: str
+    """For example "class" or "next token"."""
+    options: Sequence[tuple[str, float]]
+    """Names and probabilities, the most probable first."""
+    truth: str | None = None
+
+    @classmethod
+    def of_logits(
+        cls, what: str, logits: Float[Tensor, " c"], names: Callable[[int], str], truth: str | None = None
+    ) -> Answer:
+        """Create the answer from the logits of all options."""
+        best = logits.float().softmax(-1).topk(min(3, len(logits)))
+        found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return cls(what, [(names(index), probability) for index, probability in found], truth)
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,7 @@ class Model:
     note: str = ""
     unseen: str = ""
     """Text after the last token that the model did not read."""
+    answer: Answer | None = None
 
     def __post_init__(self) -> None:
         if not self.layers or not all(self.layers):
@@ -79,6 +101,7 @@ class Model:
         sample: int = 0,
         note: str = "",
         unseen: str = "",
+        answer: Answer | None = None,
     ) -> Model:
         """Create a model from the result of `mgk.inspect.collect`; `sample` is the index in the batch."""
 
@@ -88,7 +111,7 @@ class Model:
 
         separations = [torch.stack([distance(layer, h) for h in range(layer.num_heads)]) for layer in layers]
         heads = [layer.heads(sample) for layer in layers]
-        return cls(name, tokens, heads, [layer.prior for layer in layers], separations, note, unseen)
+        return cls(name, tokens, heads, [layer.prior for layer in layers], separations, note, unseen, answer)
 
     @classmethod
     def of_weights(
@@ -99,6 +122,7 @@ class Model:
         *,
         note: str = "",
         unseen: str = "",
+        answer: Answer | None = None,
     ) -> Model:
         """Create a model from attention matrices, or from the contribution of each component to them."""
         if isinstance(weights, list | tuple):
@@ -107,39 +131,7 @@ class Model:
         if tensor.dim() not in (4, 5):
             raise ValueError(f"weights: expected (L,H,N,N) or (L,H,M,N,N), got {describe(tensor)}")
         heads = [[Dense.of(head) for head in layer] for layer in tensor]
-        return cls(name, tokens, heads, note=note, unseen=unseen)
-
-
-@dataclass(frozen=True)
-class Text:
-    """A paragraph of a report."""
-
-    text: str
-    title: str = ""
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line of a chart."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A line chart of a report."""
-
-    series: Sequence[Series]
-    title: str = ""
-    x_label: str = ""
-    y_label: str = ""
-    log_x: bool = False
-    log_y: bool = False
-
-
-Block = Text | Table | Chart
+        return cls(name, tokens, heads, note=note, unseen=unseen, answer=answer)
 
 
 @dataclass(frozen=True)
@@ -194,7 +186,8 @@ def page(
             if progress is not None:
                 progress(done, total)
         facts = {"name": model.name, "note": model.note, "tokens": list(model.tokens), "unseen": model.unseen}
-        data["models"].append(facts | {"layers": layers})
+        answer = None if model.answer is None else asdict(model.answer)
+        data["models"].append(facts | {"answer": answer, "layers": layers})
     data["report"] = [{"kind": type(block).__name__.lower(), **asdict(thinned(block))} for block in report]
     parts = {
         "title": html.escape(UNPRINTABLE.sub("\ufffd", title)),
@@ -204,25 +197,6 @@ def page(
         "script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
     }
     return Page(re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html")))
-
-
-def thinned(block: Block) -> Block:
-    """Return a chart with at most `POINTS` points per line; another block unchanged.
-
-    Of a longer line, each part of equal length is drawn by its first and last point, its lowest and its highest.
-    """
-    if not isinstance(block, Chart) or all(len(series.x) <= POINTS for series in block.series):
-        return block
-    lines = []
-    for series in block.series:
-        x, y = np.asarray(series.x, float), np.asarray(series.y, float)
-        if len(x) > POINTS:
-            parts = np.array_split(np.arange(len(x)), POINTS // 4)
-            kept = [{part[0], part[-1], part[y[part].argmin()], part[y[part].argmax()]} for part in parts]
-            chosen = np.array(sorted(set().union(*kept)))
-            x, y = x[chosen], y[chosen]
-        lines.append(Series(series.name, x.tolist(), y.tolist()))
-    return replace(block, series=lines)
 
 
 def write(path: str | Path, models: Sequence[Model], **options: Any) -> Path:
@@ -257,8 +231,25 @@ def _layer(model: Model, index: int, blocks: Blocks, ranks_up_to: int) -> dict[s
                 "base": blocks.logs((summary.pooled[h] / summary.bin_size).double().numpy(), "u8"),
             }
         )
+    start = _start(summary)
     similarity = {"cosine": _rounded(summary.cosine), "overlap": _rounded(summary.overlap)}
-    return {"effective": summary.effective_heads, **similarity, "heads": facts}
+    return {"effective": summary.effective_heads, "start": start, **similarity, "heads": facts}
+
+
+def _start(summary: Summary) -> dict[str, float]:
+    """Choose the head and the token of a layer with which the page opens, and score the head.
+
+    A telling head attends to other places for other queries, and not only beside the diagonal. Its score is the mean
+    over the queries of the largest weight away from the diagonal, less the mean weight of that key, times the share of
+    the keys that are the largest of some query.
+    """
+    maps = torch.stack([pooled.sum(0) for pooled in summary.pooled])  # (H,G,G)
+    near = torch.ones(maps.shape[1:], dtype=torch.bool).triu(-1).tril(1)
+    strongest, places = (maps - maps.mean(1, keepdim=True)).masked_fill(near, 0).max(-1)
+    distinct = torch.tensor([len(each.unique()) / len(each) for each in places])
+    scores = strongest.mean(-1) * distinct
+    head = int(scores.argmax())
+    return {"head": head, "token": int(strongest[head].argmax()) * summary.bin_size, "score": float(scores[head])}
 
 
 def _stored(head: Head, log_total: Tensor, blocks: Blocks) -> dict[str, Any]:
@@ -278,6 +269,7 @@ def _stored(head: Head, log_total: Tensor, blocks: Blocks) -> dict[str, Any]:
         "log": head.link == "log",
         "hard": head.hard,
         "causal": head.is_causal,
+        "window": head.window,
     }
 
 

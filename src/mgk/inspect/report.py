@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from mgk.files import read_json
+from mgk.inspect.blocks import Bar, Bars, Block, Chart, Series
 from mgk.inspect.costs import cost_curves
-from mgk.inspect.page import Block, Chart, Model, Page, Series, page
+from mgk.inspect.page import Model, Page, page
 from mgk.inspect.rank import ranks
 from mgk.inspect.runs import Run
 from mgk.inspect.summary import Summary, summarise
+from mgk.intervals import interval
 from mgk.tables import Table
 from mgk.variants import GAUSSIAN, LINEAR
 
@@ -129,24 +132,40 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
 def explore_page(
     runs: Sequence[Run],
     *,
+    others: Sequence[Model] = (),
     text: str | None = None,
-    index: int = 0,
+    index: int | None = None,
     length: int | None = None,
-    title: str = "Inside mixture-key attention",
+    title: str = "",
     report: Sequence[Block] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Page:
-    """Create a page of the models of some runs on one input: `text`, or example `index` of the test split."""
+    """Create a page of the models of some runs on one input: `text`, or an example of the test split.
+
+    Args:
+        runs: the runs.
+        others: more models, shown after those of the runs; see `mgk.inspect.pretrained`.
+        text: the input.
+        index: example of the test split, if there is no text; None chooses one, see `Run.example`.
+        length: cut the input to this many tokens.
+        title: title of the page; by default it says whether there are mixture keys.
+        report: what is shown above the explorer.
+        progress: called with the number of finished layers and the total.
+    """
     models = []
     for name, run in _named(runs).items():
         given = run.example(index, length) if text is None else run.encode(text, length)
-        note = f"{run.config.recipe}, {run.parameters:,} parameters"
-        models.append(Model.of_layers(name, given.tokens, run.layers(given), note=note, unseen=given.unseen))
+        note, answer = f"{run.config.recipe}, {run.parameters:,} parameters", run.answer(given)
+        layers = run.layers(given)
+        models.append(Model.of_layers(name, given.tokens, layers, note=note, unseen=given.unseen, answer=answer))
+    models += others
+    mixture = any(head.num_components > 1 for model in models for heads in model.layers for head in heads)
+    title = title or ("Inside mixture-key attention" if mixture else "Inside attention")
     return page(models, title=title, report=report, progress=progress)
 
 
 def comparison_page(folder: str | Path, *, text: str | None = None, data_root: Path | None = None) -> Page:
-    """Create the report of `mgk compare`: its table, curves and costs, then an explorer of the first seed's models."""
+    """Create the report of `mgk compare`: scores, costs and curves, then an explorer of the first seed's models."""
     folder = Path(folder)
     table = folder / "comparison.json"
     if not table.exists():
@@ -154,42 +173,88 @@ def comparison_page(folder: str | Path, *, text: str | None = None, data_root: P
     found = read_json(table)
     if not isinstance(found, dict) or not found.get("rows"):
         raise ValueError(f"{table}: expected the rows of a comparison, got none")
-    firsts = [sorted((folder / row["attention"].replace(":", "-")).glob("seed-*")) for row in found["rows"]]
-    runs = [Run.open(seeds[0], data_root=data_root) for seeds in firsts if seeds]
-    blocks: list[Block] = [_comparison_table(found)]
-    if not runs:
+    rows, seeds = [], []
+    for row in found["rows"]:
+        folders = sorted((folder / row["attention"].replace(":", "-")).glob("seed-*"))
+        if folders:
+            rows.append(row)
+            seeds.append([Run.open(each, data_root=data_root) for each in folders])
+    if not rows:
         raise ValueError(f"{folder}: expected the folders of the runs that {table.name} names, found none")
-    for event, metric, lines in _curves(_named(runs)):
-        series = [Series(name, *points) for name, points in lines.items()]
-        blocks.append(Chart(series, f"{event.capitalize()} {metric}", "step", metric, log_y=metric == "perplexity"))
-    for key, label in (("flops", "FLOPs of an example"), ("parameters", "Parameters")):
-        costs = [(row["attention"], row[key]) for row in found["rows"]]
-        points = [Series(name, [float(name.split(":")[1])], [cost]) for name, cost in costs]
-        blocks.append(Chart(points, label, "heads", label))
-    return explore_page(runs, text=text, title=f"Comparison on {runs[0].config.recipe}", report=blocks)
-
-
-def _comparison_table(found: dict[str, Any]) -> Table:
-    header = ["attention", f"test {found['metric']}", "seeds", "parameters", "GFLOPs", "ms/step", "peak MiB"]
-    rows = [
-        [
-            row["attention"],
-            f"{row['mean']:.2f}" + (f" ± {row['interval']:.2f}" if len(row["scores"]) > 1 else ""),
-            str(len(row["scores"])),
-            f"{row['parameters']:,}",
-            f"{row['flops'] / 1e9:.3g}",
-            f"{1000 * row['seconds_per_step']:.1f}",
-            f"{row['peak_bytes'] / 2**20:.0f}",
-        ]
-        for row in found["rows"]
+    named = _named([runs[0] for runs in seeds])
+    blocks: list[Block] = [
+        *_scores_and_costs(dict(zip(named, rows, strict=True)), dict(zip(named, seeds, strict=True)), found["metric"]),
+        *_charts(dict(zip(named, seeds, strict=True))),
     ]
-    return Table(header, rows, "Results")
+    title = f"Comparison on {seeds[0][0].config.recipe}"
+    return explore_page([runs[0] for runs in seeds], text=text, title=title, report=blocks)
+
+
+def _scores_and_costs(rows: dict[str, dict[str, Any]], seeds: dict[str, list[Run]], metric: str) -> list[Bars]:
+    """Return the test scores and the costs of a comparison as bars; with several seeds, with 95% intervals."""
+    most = max(len(row["scores"]) for row in rows.values())
+    unit = " %" if metric.endswith("%") else ""
+    scores = [_bar(name, row["mean"], "{:.2f}", unit, row["interval"]) for name, row in rows.items()]
+    times = []
+    for name, row in rows.items():
+        each = [1000 * run.result["seconds_per_step"] for run in seeds[name] if run.result]
+        mean = statistics.mean(each or [1000 * row["seconds_per_step"]])
+        times.append(_bar(name, mean, "{:.1f}", " ms", interval(each)))
+    seeded = f"Mean of {most} seeds with its 95% confidence interval. " if most > 1 else "One seed: no interval. "
+    better = "Higher is better." if unit else "Lower is better."
+
+    mega = max(row["flops"] for row in rows.values()) < 1e9
+    flops = (1e6, "{:.1f}", " MFLOPs") if mega else (1e9, "{:,.1f}", " GFLOPs")
+
+    def exact(key: str, scale: float, form: str, unit: str = "") -> list[Bar]:
+        return [_bar(name, row[key] / scale, form, unit) for name, row in rows.items()]
+
+    return [
+        Bars(scores, f"Test {metric.removesuffix(' %')}", seeded + better),
+        Bars(exact("parameters", 1, "{:,.0f}"), "Parameters", "Numbers that training adjusts."),
+        Bars(exact("flops", *flops), "Computation", "To train on one example of full length; layers."),
+        Bars(times, "Time per step", "Forward, backward and update, on the machine that trained."),
+        Bars(exact("peak_bytes", 2**20, "{:,.0f}", " MiB"), "Peak memory", "The most that training held at once."),
+    ]
+
+
+def _bar(name: str, value: float | None, form: str, unit: str, half: float | None = None) -> Bar:
+    """Write a number, and the half width of its interval if it has one; None stands for one that is not finite."""
+    if value is None:
+        return Bar(name, 0, "not finite")
+    text = form.format(value)
+    if half is None:
+        return Bar(name, value, text + unit)
+    return Bar(name, value, f"{text} ± {form.format(half)}{unit}", max(0.0, value - half), value + half)
+
+
+def _charts(seeds: dict[str, list[Run]]) -> Iterator[Chart]:
+    """Iterate over a chart of each logged metric: the mean of the seeds, and a band from the lowest to the highest."""
+    for event, metric in CURVES:
+        lines = [
+            _mean_line(name, [dict(zip(*run.curve(event, metric), strict=True)) for run in runs])
+            for name, runs in seeds.items()
+        ]
+        if any(line.x for line in lines):
+            several = any(len(runs) > 1 for runs in seeds.values())
+            note = "Line: mean of the seeds. Band: from the lowest seed to the highest." if several else ""
+            title = f"{'Training' if event == 'train' else 'Validation'} {metric}"
+            yield Chart(lines, title, "step", metric, log_y=metric == "perplexity", note=note)
+
+
+def _mean_line(name: str, curves: Sequence[dict[float, float]]) -> Series:
+    """Return the mean of several curves at the steps that all of them have."""
+    curves = [curve for curve in curves if curve]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    values = [[curve[step] for curve in curves] for step in steps]
+    mean = [sum(each) / len(each) for each in values]
+    if len(curves) < 2:
+        return Series(name, steps, mean)
+    return Series(name, steps, mean, [min(each) for each in values], [max(each) for each in values])
 
 
 def _named(runs: Sequence[Run]) -> dict[str, Run]:
     """Give each run a unique name: with its seed, or else its folder, if two runs have the same name."""
-    if not runs:
-        raise ValueError("runs: expected at least one, got none")
     names: dict[str, Run] = {}
     for run in runs:
         candidates = (run.name, f"{run.name}, seed {run.config.seed}", f"{run.name}, {run.folder}")

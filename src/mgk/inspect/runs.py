@@ -13,20 +13,32 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mgk.data import Prepared
 from mgk.data.listops import SYMBOLS
-from mgk.data.splits import Images, Stream
+from mgk.data.splits import Documents, Images, Stream
 from mgk.files import read_json
 from mgk.inspect.collect import Layer, collect
-from mgk.inspect.tokens import ByteTokenizer, WordTokenizer, article_words, listops_symbols, wikitext_words
+from mgk.inspect.page import Answer
+from mgk.inspect.tokens import (
+    ByteTokenizer,
+    SubwordTokenizer,
+    WordTokenizer,
+    article_words,
+    listops_symbols,
+    wikitext_words,
+)
 from mgk.ops.arguments import check_count
 from mgk.train import Config, load_model
 from mgk.train.config import read
 from mgk.train.data import load, root_of
 from mgk.variants import GAUSSIAN, LABELS
+
+CANDIDATES, TELLING = 100, 512
+CLASSES = {"imdb": ("negative", "positive")}
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class Input:
     tokens: Sequence[str]
     unseen: str = ""
     """Text beyond the model's maximum length."""
+    truth: int | None = None
+    """The class, or the id of the token after the last one, if it is known."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,10 @@ class Run:
         folder = Path(folder)
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder}: expected the folder of a run (mgk train), found no config.json in it")
-        return cls(folder, read(folder / "config.json"), which, data_root)
+        config = read(folder / "config.json")
+        if config.kind == "translation":
+            raise ValueError(f"{folder}: expected a model that reads one sequence, got a translator, which has two")
+        return cls(folder, config, which, data_root)
 
     @property
     def name(self) -> str:
@@ -75,12 +92,17 @@ class Run:
         return load(self.config, root_of(self.folder, self.data_root))
 
     @cached_property
-    def tokenizer(self) -> ByteTokenizer | WordTokenizer:
+    def tokenizer(self) -> ByteTokenizer | WordTokenizer | SubwordTokenizer:
         if self.config.data.name == "listops":
             return WordTokenizer(("", *SYMBOLS), listops_symbols)
         if self.config.kind != "language":
             return ByteTokenizer(shift=1)  # 0 is padding
-        if self.prepared.manifest["facts"].get("level") != "words":
+        level = self.prepared.manifest["facts"].get("level")
+        if level == "bpe":
+            from tokenizers import Tokenizer
+
+            return SubwordTokenizer(Tokenizer.from_file(str(self.prepared.tokenizer)))
+        if level != "words":
             return ByteTokenizer(shift=0)
         split = article_words if self.config.data.name == "enwiki" else wikitext_words
         return WordTokenizer(self.prepared.words, split)
@@ -104,9 +126,9 @@ class Run:
         for number, line in enumerate(lines, 1):
             try:
                 values = json.loads(line)
-                if not {"event", "step"} <= values.keys():
+                if not isinstance(values["event"], str) or not isinstance(values["step"], int):
                     raise ValueError
-            except (ValueError, AttributeError, RecursionError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 if number == len(lines):
                     break
                 raise ValueError(f"{path}, line {number}: expected a JSON object with event and step") from None
@@ -121,7 +143,7 @@ class Run:
         points = [
             (float(line["step"]), float(line[metric]))
             for line in self.log
-            if line["event"] == event and math.isfinite(line.get(metric, math.nan))
+            if line["event"] == event and isinstance(line.get(metric), int | float) and math.isfinite(line[metric])
         ]
         return [step for step, _ in points], [value for _, value in points]
 
@@ -137,13 +159,20 @@ class Run:
             limit -= 1
         if not limit:
             raise ValueError(f"--length: expected enough for the bytes of {labels[0]!r}, got {length}")
-        return Input(self._arguments(torch.tensor(ids[:limit])), labels[:limit], "".join(labels[limit:]))
+        truth = ids[limit] if self.config.kind == "language" and limit < len(ids) else None
+        return Input(self._arguments(torch.tensor(ids[:limit])), labels[:limit], "".join(labels[limit:]), truth)
 
-    def example(self, index: int = 0, length: int | None = None) -> Input:
-        """Return an example of the test split, cut to `length` tokens or the model's maximum length."""
+    def example(self, index: int | None = None, length: int | None = None) -> Input:
+        """Return an example of the test split, cut to `length` tokens or the model's maximum length.
+
+        Without an index it is the longest of the first `CANDIDATES` examples that has at most `TELLING` tokens, or the
+        shortest if all have more: long enough to show a pattern, short enough to read.
+        """
         examples: Any = self.prepared.split(self.config.data.test)
         limit = self._limit(length)
         count = _count(examples, limit)
+        if index is None:
+            index = _telling(examples)
         if not 0 <= index < count:
             raise ValueError(f"--index: expected 0 to {count - 1}, got {index}")
         if isinstance(examples, Images):
@@ -151,13 +180,17 @@ class Run:
             model: Any = self.config.model
             side = model.image_size // model.patch_size
             labels = [f"r{row}c{column} " for row in range(side) for column in range(side)]
-            return Input((batch["pixels"],), ["class "] * (model.pooling == "class") + labels)
+            labels = ["class "] * (model.pooling == "class") + labels
+            return Input((batch["pixels"],), labels, truth=int(examples.labels[index]))
+        truth = None
         if isinstance(examples, Stream):
-            row = torch.from_numpy(examples.tokens[index * limit : (index + 1) * limit].astype("int64"))
+            row = torch.from_numpy(examples.tokens[index * limit : (index + 1) * limit + 1].astype("int64"))
+            row, truth = row[:limit], int(row[limit]) if len(row) > limit else None
         else:
             documents = getattr(examples, "documents", examples)
             row = torch.from_numpy(documents.row(index)[:limit])
-        return Input(self._arguments(row), self.tokenizer.labels(row.tolist()))
+            truth = int(examples.labels[index]) if documents is examples else None  # a matcher's label is of a pair
+        return Input(self._arguments(row), self.tokenizer.labels(row.tolist()), truth=truth)
 
     def examples(self, length: int | None = None) -> Iterator[Input]:
         """Iterate over the test split."""
@@ -169,6 +202,28 @@ class Run:
         device = next(self.model.parameters()).device
         return collect(self.model, *(argument.to(device) for argument in given.arguments))
 
+    @torch.no_grad()
+    def answer(self, given: Input) -> Answer | None:
+        """Return what the model predicts for an input; None for a matcher, which gets one document twice."""
+        kind = self.config.kind
+        if kind == "matcher":
+            return None
+        device = next(self.model.parameters()).device
+        arguments = [argument.to(device) for argument in given.arguments]
+        if kind == "language":
+            what, logits = "next token", self.model(*arguments, last=1)[0, -1]
+        else:
+            what, logits = "value" if self.config.data.name == "listops" else "class", self.model(*arguments)[0]
+        truth = None if given.truth is None else self._name(given.truth)
+        return Answer.of_logits(what, logits, self._name, truth)
+
+    def _name(self, index: int) -> str:
+        """Name a class, or the token of an id."""
+        if self.config.kind == "language":
+            return self.tokenizer.labels([index])[0].removesuffix(" ") or " "
+        names = CLASSES.get(self.config.data.name, ())
+        return names[index] if index < len(names) else str(index)
+
     def _limit(self, length: int | None) -> int:
         """Return the maximum number of tokens; 1 for images, where it is not used."""
         most = getattr(self.config.model, "max_length", 1)
@@ -177,6 +232,23 @@ class Run:
     def _arguments(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Add the batch dimension. A matcher reads two documents: it gets the same one twice."""
         return (ids.expand(1, 2, -1) if self.config.kind == "matcher" else ids[None],)
+
+
+def is_transformers(folder: Path) -> bool:
+    """Whether a folder holds a Transformers model, not a run; both have a config.json."""
+    path = folder / "config.json"
+    found = read_json(path) if path.exists() else None
+    return isinstance(found, dict) and "model_type" in found
+
+
+def _telling(examples: Any) -> int:
+    """Return the index of an example to begin with, see `Run.example`."""
+    documents = getattr(examples, "documents", examples)
+    if not isinstance(documents, Documents):
+        return 0
+    lengths = documents.lengths[:CANDIDATES]
+    fitting = lengths <= TELLING
+    return int(np.where(fitting, lengths, 0).argmax()) if fitting.any() else int(lengths.argmin())
 
 
 def _count(examples: Any, limit: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mgk.data.corpora import END, PIECE, UNKNOWN
 from mgk.data.listops import SYMBOLS
@@ -52,6 +54,38 @@ class WordTokenizer:
 
     def labels(self, ids: Iterable[int]) -> list[str]:
         return [self.words[number].replace(END, f"{END}\n") + " " for number in ids]
+
+
+@dataclass(frozen=True)
+class SubwordTokenizer:
+    """Tokens are those of a tokenizer of the `tokenizers` library."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> tuple[list[int], list[str]]:
+        """Return the ids and labels of a text."""
+        found = self.tokenizer.encode(text)
+        return found.ids, covered(text, found.offsets)
+
+    def labels(self, ids: Iterable[int]) -> list[str]:
+        """Return the label of each id; characters that a cut has split are shown as U+FFFD."""
+        ids = list(ids)
+        again, labels = self.encode(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return labels if again == ids else [self.tokenizer.decode([each], skip_special_tokens=False) for each in ids]
+
+
+def covered(
+    text: str, offsets: Iterable[tuple[int, int]], special: Iterable[str | None] = itertools.repeat(None)
+) -> list[str]:
+    """Return the part of a text that each token adds, with what stands between it and the token before.
+
+    A token that adds nothing, such as the second byte of a character, gets ""; a special one gets its name.
+    """
+    labels, at = [], 0
+    for (_, end), name in zip(offsets, special, strict=False):
+        labels.append(text[at:end] if name is None else f"{name} ")
+        at = at if name is not None else max(at, end)
+    return labels
 
 
 def wikitext_words(text: str) -> list[str]:

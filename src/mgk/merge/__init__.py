@@ -8,6 +8,6 @@ except ImportError:
     raise ImportError("mgk.merge needs Transformers 5: pip install 'mgk[hf]'") from None
 
 from mgk.merge.merge import MergeReport, merge_heads
-from mgk.merge.tuning import finetune, mean_loss
+from mgk.merge.tuning import Imitation, finetune, mean_loss
 
-__all__ = ["MergeReport", "finetune", "mean_loss", "merge_heads"]
+__all__ = ["Imitation", "MergeReport", "finetune", "mean_loss", "merge_heads"]

@@ -5,18 +5,58 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mgk.ops import arguments as check
 
 Batch = dict[str, Any]
+OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")  # of Transformers models
+
+
+class Imitation(nn.Module):
+    """A model whose loss is its distance to an original, for data without labels.
+
+    The distance is the KL divergence of the original's distributions, over the last dimension of its logits; of outputs
+    that are no logits, or of a single one, it is the squared error relative to the original's squares.
+
+    Args:
+        model: what is trained and measured; the original is neither changed nor a submodule.
+        original: another model with the same outputs.
+    """
+
+    def __init__(self, model: PreTrainedModel, original: PreTrainedModel) -> None:
+        super().__init__()
+        self.model, self._original = model, [original]
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run both models, and return an object with the `loss`."""
+        with torch.no_grad():
+            wanted = self._original[0](**inputs)
+        found = self.model(**inputs)
+        losses = [distance(found[name], wanted[name], name) for name in OUTPUTS if wanted.get(name) is not None]
+        return SimpleNamespace(loss=torch.stack(losses).mean())
+
+
+def distance(found: Tensor, wanted: Tensor, name: str) -> Tensor:
+    """Compute the distance of an output of `Imitation` to the original's."""
+    found, wanted = found.float(), wanted.float()
+    if name == "last_hidden_state" or wanted.shape[-1] == 1:
+        return (found - wanted).square().mean() / wanted.square().mean()
+    divergence = nn.functional.kl_div(found.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True)
+    return divergence.sum(-1).mean()
 
 
 def finetune(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Imitation,
     batches: Iterable[Batch],
     *,
     steps: int,
@@ -31,7 +71,7 @@ def finetune(
     bfloat16 (autocast).
 
     Args:
-        model: a Transformers model.
+        model: a Transformers model, or an `Imitation`.
         batches: arguments of the model by name, with `labels`. A list shorter than `steps` is repeated.
         steps: number of updates.
         lr: highest learning rate.
@@ -60,7 +100,7 @@ def finetune(
 
 
 @torch.no_grad()
-def mean_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> float:
+def mean_loss(model: PreTrainedModel | Imitation, batches: Iterable[Batch]) -> float:
     """Return the mean of the losses of some batches, computed in evaluation mode."""
     training = model.training
     model.eval()
@@ -82,7 +122,7 @@ def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:
             raise ValueError("batches: expected a list, or as many as steps, got fewer")
 
 
-def outputs(model: PreTrainedModel, batch: Batch) -> Any:
+def outputs(model: PreTrainedModel | Imitation, batch: Batch) -> Any:
     """Run a model on one batch.
 
     Every call has its own autocast context, which caches the weights in bfloat16: a context around several training
@@ -93,6 +133,6 @@ def outputs(model: PreTrainedModel, batch: Batch) -> Any:
         return model(**inputs)
 
 
-def autocast(model: PreTrainedModel) -> AbstractContextManager[Any]:
+def autocast(model: PreTrainedModel | Imitation) -> AbstractContextManager[Any]:
     """Return a bfloat16 autocast context for a model on a GPU, as `mgk train` uses."""
     return torch.autocast("cuda", torch.bfloat16) if model.device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""Transformers with any attention of `mgk.nn`: classifier, two-document matcher, language model, vision."""
+"""Transformers with any attention of `mgk.nn`: classifier, two-document matcher, language model, vision, translator."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from mgk.models.config import (
     MatcherConfig,
     ModelConfig,
     TransformerConfig,
+    TranslatorConfig,
     VisionConfig,
 )
 from mgk.models.language import LanguageModel
 from mgk.models.parallel import clip_grad_norm_, context_parallel, tensor_parallel, tensor_parallel_plan
+from mgk.models.translator import Translator
 from mgk.models.vision import VisionTransformer
 from mgk.ops.ring import shard_sequence, unshard_sequence
 
@@ -27,6 +29,8 @@ __all__ = [
     "MatcherConfig",
     "ModelConfig",
     "TransformerConfig",
+    "Translator",
+    "TranslatorConfig",
     "VisionConfig",
     "VisionTransformer",
     "build",
@@ -38,13 +42,14 @@ __all__ = [
     "unshard_sequence",
 ]
 
-Model = Classifier | Matcher | LanguageModel | VisionTransformer
+Model = Classifier | Matcher | LanguageModel | VisionTransformer | Translator
 # The kinds of models by the names that configuration files use, with their configuration and module.
 KINDS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
     "classifier": (ClassifierConfig, Classifier),
     "matcher": (MatcherConfig, Matcher),
     "language": (LanguageModelConfig, LanguageModel),
     "vision": (VisionConfig, VisionTransformer),
+    "translation": (TranslatorConfig, Translator),
 }
 MODELS: dict[str, type] = {kind: config for kind, (config, _) in KINDS.items()}
 

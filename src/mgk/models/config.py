@@ -29,7 +29,7 @@ class TransformerConfig:
     prior: Prior = "sgd"
     """Priors of the components: learned, updated by an M-step in every training step (mgk, smgk), or none."""
     prior_positions: int | None = None
-    """With prior=em: a prior for each of the first prior_positions key positions, instead of one for all."""
+    """With prior=em: a prior for each of so many key positions; None is one prior for all positions."""
     prior_momentum: float = 0.0
     """With prior=em: the weight of the old prior in an update."""
     learn_variance: bool = False
@@ -37,7 +37,7 @@ class TransformerConfig:
     means: Literal["sgd", "em"] = "sgd"
     """Shifts of the components: learned, or updated with the variances by an M-step in every training step (smgk)."""
     mixing: Literal["features", "keys"] = "features"
-    """For mlk and smlk: mix after the feature map, or before it, as in the authors' LRA code."""
+    """For mlk and smlk: mix after the feature map, or before it; keys is the authors' LRA code."""
     feature_map: FeatureMapName = "elu"
     """Feature map of the linear family; favor is the Performer's."""
     attention_bias: bool = True
@@ -80,6 +80,11 @@ class TransformerConfig:
             check.check_probability(name, getattr(self, name))
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many keys a query of each layer sees; None is all."""
+        return (None,) * self.layers
+
+    @property
     def width_of_head(self) -> int:
         """Width of a head."""
         return self.head_dim or self.width // self.heads
@@ -105,7 +110,7 @@ class TokenConfig(TransformerConfig):
     rope_theta: float = BASE
     """With positions=rotary: the base of the frequencies."""
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
-    """With positions=rotary: how the frequencies are lowered for texts longer than those trained on."""
+    """With positions=rotary: how frequencies are lowered for long texts."""
     rope_factor: float = 1.0
     """With rope_type: how many times longer the texts are."""
     rope_original_length: int | None = None
@@ -178,6 +183,11 @@ class LanguageModelConfig(TokenConfig):
     """Norm before each part of a layer and after the last layer (pre), or after each residual sum (post)."""
     attention_dropout: float = 0.0
     """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
+    window: int | None = None
+    """Keys that a query sees, up to its own position; None is all. The linear family has no window."""
+    global_every: int | None = None
+    """With window: every global_every-th layer sees all keys, 6 for five layers with a window and one without; None:
+    no layer does."""
     vocabulary: int = 267_735
     """Number of tokens; with cutoffs they are sorted by falling frequency."""
     cutoffs: tuple[int, ...] = (20_000, 40_000, 200_000)
@@ -201,6 +211,16 @@ class LanguageModelConfig(TokenConfig):
             raise ValueError("output_bias: expected True with cutoffs, got False")
         if adaptive and self.vocabulary_multiple != 1:
             raise ValueError(f"vocabulary_multiple: expected 1 with cutoffs, got {self.vocabulary_multiple}")
+        if self.window is None and self.global_every is not None:
+            raise ValueError(f"global_every: expected None without window, got {self.global_every}")
+        if self.window is not None and self.attention in LINEAR:
+            raise ValueError(f"window: expected None for attention {self.attention!r}, got {self.window}")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many keys a query of each layer sees; None is all."""
+        every = self.global_every or self.layers + 1
+        return tuple(None if layer % every == 0 else self.window for layer in range(1, self.layers + 1))
 
     @property
     def embedding_rows(self) -> int:
@@ -229,4 +249,35 @@ class VisionConfig(TransformerConfig):
             raise ValueError(f"patch_size: expected a divisor of image_size = {self.image_size}, got {self.patch_size}")
 
 
-ModelConfig = ClassifierConfig | MatcherConfig | LanguageModelConfig | VisionConfig
+@dataclass(frozen=True)
+class TranslatorConfig(TokenConfig):
+    """Encoder-decoder for translation. The defaults are those of the recipe multi30k."""
+
+    attention_bias: bool = False
+    """Biases in the four projections of an attention layer."""
+    layers: int = 3
+    """Layers of the encoder."""
+    decoder_layers: int = 3
+    """Layers of the decoder."""
+    width: int = 256
+    """Width of the model."""
+    hidden: int = 1024
+    """Hidden width of the feed-forward part of a layer."""
+    attention_dropout: float = 0.0
+    """Dropout of attention weights; the linear family has no weights to drop and ignores it."""
+    vocabulary: int = 10_000
+    """Number of tokens, of both languages; token 0 begins and ends a sentence."""
+    max_length: int = 128
+    """Longest source and target, in tokens; longer ones are cut."""
+    positions: Literal["learned", "sinusoidal", "rotary"] = "sinusoidal"
+    """How positions are encoded; a translator has sinusoidal ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positions != "sinusoidal":
+            raise ValueError(f"positions: expected sinusoidal for a translator, got {self.positions}")
+        if self.prior_positions is not None:
+            raise ValueError(f"prior_positions: expected None for a translator, got {self.prior_positions}")
+
+
+ModelConfig = ClassifierConfig | MatcherConfig | LanguageModelConfig | VisionConfig | TranslatorConfig

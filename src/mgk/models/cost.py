@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from mgk.models.config import TransformerConfig
+from collections import Counter
+
+from mgk.models.config import TransformerConfig, TranslatorConfig
 from mgk.nn.block import GATED
 from mgk.ops.cost import Dimensions, Flops, attention_flops, parameters, projection_flops
 
 
-def layer_flops(config: TransformerConfig, positions: int, *, causal: bool) -> Flops:
+def stack_flops(config: TransformerConfig, positions: int, *, causal: bool) -> Flops:
+    """Return the FLOPs of all layers for one example. Layers with a window cost less than those without."""
+    counts = Counter(config.windows)
+    each = {window: layer_flops(config, positions, causal=causal, window=window) for window in counts}
+    return Flops(
+        sum(counts[window] * flops.forward for window, flops in each.items()),
+        sum(counts[window] * flops.backward for window, flops in each.items()),
+    )
+
+
+def layer_flops(config: TransformerConfig, positions: int, *, causal: bool, window: int | None = None) -> Flops:
     """Return the FLOPs of a layer for one example: the attention with its projections, and the feed-forward part.
 
     A product of the feed-forward part has two more in backward. Norms, like all work per position, are not counted.
     """
-    d = dimensions(config, positions, causal=causal)
+    d = dimensions(config, positions, causal=causal, window=window)
     attention, projections = attention_flops(d), projection_flops(d)
     feed_forward = 2 * positions * feed_forward_weights(config)
     return Flops(
@@ -36,7 +48,9 @@ def feed_forward_weights(config: TransformerConfig) -> int:
     return (3 if config.activation in GATED else 2) * config.width * config.hidden
 
 
-def dimensions(config: TransformerConfig, positions: int, *, causal: bool = False) -> Dimensions:
+def dimensions(
+    config: TransformerConfig, positions: int, *, causal: bool = False, window: int | None = None
+) -> Dimensions:
     """Return the sizes of the attention of a layer."""
     return Dimensions(
         variant=config.attention,
@@ -48,6 +62,19 @@ def dimensions(config: TransformerConfig, positions: int, *, causal: bool = Fals
         embed_dim=config.width,
         feature_map=config.feature_map,
         causal=causal,
+        window=window,
         e_step=config.e_step,
         kv_heads=config.num_kv_heads,
+    )
+
+
+def translator_flops(config: TranslatorConfig) -> Flops:
+    """Return the FLOPs of all layers of a translator, for a source and a target of full length."""
+    positions = config.max_length
+    encoder = stack_flops(config, positions, causal=False)
+    own, across = layer_flops(config, positions, causal=True), dimensions(config, positions)
+    parts = [own, attention_flops(across), projection_flops(across)]
+    return Flops(
+        encoder.forward + config.decoder_layers * sum(part.forward for part in parts),
+        encoder.backward + config.decoder_layers * sum(part.backward for part in parts),
     )

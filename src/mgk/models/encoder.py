@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from mgk.models.config import TokenConfig, TransformerConfig
-from mgk.nn import Block, MixtureAttention, RotaryPositions, Rotation, SinusoidalPositions, Stack, StackCache
+from mgk.nn import (
+    Block,
+    MixtureAttention,
+    PagedCache,
+    RotaryPositions,
+    Rotation,
+    SinusoidalPositions,
+    Stack,
+    StackCache,
+)
 from mgk.nn.arguments import loads_its_weight
 from mgk.nn.documents import Documents
 from mgk.nn.embeddings import Embedding
@@ -28,43 +37,49 @@ if TYPE_CHECKING:
 EMBEDDING_STD = 0.02
 
 
+def make_attention(
+    config: TransformerConfig, *, causal: bool = False, window: int | None = None, rotary_dim: int = 0
+) -> MixtureAttention:
+    """Return the attention of one layer of a configuration."""
+    return MixtureAttention(
+        config.width,
+        config.heads,
+        variant=config.attention,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_components=config.components,
+        e_step=config.e_step,
+        prior=config.prior,
+        causal=causal,
+        window=window,
+        dropout=config.weight_dropout,
+        bias=config.attention_bias,
+        feature_map=config.feature_map,
+        learn_variance=config.learn_variance,
+        prior_positions=config.prior_positions,
+        prior_momentum=config.prior_momentum,
+        means=config.means,
+        mixing=config.mixing,
+        rotary_dim=rotary_dim,
+        qk_norm=config.qk_norm,
+        impl=config.impl,
+    )
+
+
 def make_stack(config: TransformerConfig, *, causal: bool = False, rotary_dim: int = 0) -> Stack:
     """Return the layers of a configuration."""
-    layers = []
-    for _ in range(config.layers):
-        attention = MixtureAttention(
-            config.width,
-            config.heads,
-            variant=config.attention,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_components=config.components,
-            e_step=config.e_step,
-            prior=config.prior,
-            causal=causal,
-            dropout=config.weight_dropout,
-            bias=config.attention_bias,
-            feature_map=config.feature_map,
-            learn_variance=config.learn_variance,
-            prior_positions=config.prior_positions,
-            prior_momentum=config.prior_momentum,
-            means=config.means,
-            mixing=config.mixing,
-            rotary_dim=rotary_dim,
-            qk_norm=config.qk_norm,
-            impl=config.impl,
+    layers = [
+        Block(
+            make_attention(config, causal=causal, window=window, rotary_dim=rotary_dim),
+            config.hidden,
+            dropout=config.dropout,
+            activation=config.activation,
+            norm=config.norm,
+            norm_type=config.norm_type,
+            bias=config.mlp_bias,
         )
-        layers.append(
-            Block(
-                attention,
-                config.hidden,
-                dropout=config.dropout,
-                activation=config.activation,
-                norm=config.norm,
-                norm_type=config.norm_type,
-                bias=config.mlp_bias,
-            )
-        )
+        for window in config.windows
+    ]
     return Stack(layers, recompute=config.recompute)
 
 
@@ -132,6 +147,8 @@ class TokenEncoder(nn.Module):
             raise ValueError("documents: expected positions beside them, and neither a mask nor a cache, got others")
         if positions is None and self.ring is not None:
             positions = self._ring_positions(self.ring, tokens, mask)
+        if positions is None and cache is not None and isinstance(tokens, Tensor) and len(tokens) == cache.batch_size:
+            positions = cache.positions(tokens.shape[-1])
         length = self._check(tokens, mask, positions, start)
         packing = Packing(mask, len(tokens)) if mask is not None and tokens.dim() == 1 else None
         x = tokens if tokens.is_floating_point() else look_up("tokens", self.tokens, tokens.long())
@@ -148,6 +165,12 @@ class TokenEncoder(nn.Module):
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return self.stack.new_cache(batch_size, capacity)
+
+    def new_paged_cache(
+        self, rows: int, num_pages: int, page_size: int = 64, max_length: int | None = None
+    ) -> PagedCache:
+        """Return an empty cache in pages, for rows of different lengths that come and go; see `mgk.nn.PagedCache`."""
+        return self.stack.new_paged_cache(rows, num_pages, page_size, max_length)
 
     def _ring_positions(self, ring: Ring, tokens: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mgk.models.config import LanguageModelConfig
 from mgk.models.encoder import TokenEncoder, count_real
-from mgk.nn import StackCache, TiedSoftmax
+from mgk.nn import PagedCache, StackCache, TiedSoftmax
 from mgk.nn.arguments import weight_of
 from mgk.nn.documents import Documents
 from mgk.nn.output import IGNORE
@@ -79,6 +79,12 @@ class LanguageModel(nn.Module):
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return self.encoder.new_cache(batch_size, capacity)
+
+    def new_paged_cache(
+        self, rows: int, num_pages: int, page_size: int = 64, max_length: int | None = None
+    ) -> PagedCache:
+        """Return an empty cache in pages, for rows of different lengths that come and go; see `mgk.nn.PagedCache`."""
+        return self.encoder.new_paged_cache(rows, num_pages, page_size, max_length)
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean loss in nats of a batch with "tokens" and "target", and the number of targets.

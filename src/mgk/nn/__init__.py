@@ -7,6 +7,7 @@ from mgk.nn.embeddings import RotaryPositions, RotaryScaling, Rotation, Sinusoid
 from mgk.nn.norm import RMSNorm
 from mgk.nn.operators import AttentionInputs
 from mgk.nn.output import TiedSoftmax
+from mgk.nn.pages import PagedCache
 from mgk.nn.replace import replace_attention
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Block",
     "KeyValueCache",
     "MixtureAttention",
+    "PagedCache",
     "RMSNorm",
     "RotaryPositions",
     "RotaryScaling",

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mgk.nn.cache import KeyValueCache, StateCache
 from mgk.nn.embeddings import Embedding, Rotation, check_rotary_dim
+from mgk.nn.pages import PagedLayer
 from mgk.ops import arguments as check
 from mgk.ops.common import autocasts
 from mgk.ops.dtensor import is_dtensor
@@ -37,6 +38,18 @@ def check_kv_heads(num_kv_heads: object, num_heads: int, means: str, mixing: str
     if number < num_heads and (means == "em" or mixing == "keys"):
         name, value = ("means", "sgd") if means == "em" else ("mixing", "features")
         raise ValueError(f"{name}: expected {value!r} with num_kv_heads = {number} below num_heads = {num_heads}")
+    return number
+
+
+def check_window(window: object, causal: bool, variant: str) -> int | None:
+    """Return the window of a module, all of whose calls are causal then."""
+    if window is None:
+        return None
+    if variant in LINEAR:
+        raise ValueError(f"window: expected None for variant {variant!r}, whose sums hold all keys, got {window}")
+    number = check.check_count("window", window)
+    if not causal:
+        raise ValueError(f"window: expected None without causal=True, got {number}")
     return number
 
 
@@ -233,8 +246,9 @@ def check_rotation(rotary: object, rotary_dim: int, shape: tuple[int, ...], head
 
 
 def check_cache(
-    cache: object, kind: type[KeyValueCache] | type[StateCache], batch_size: int, is_self: bool, need_weights: bool
-) -> None:
+    cache: object, kind: type[KeyValueCache] | type[StateCache], batch_size: int, is_self: bool, need_weights: bool,
+    masked: bool,
+) -> None:  # fmt: skip
     """Check that a cache belongs to this kind of module and batch."""
     if not isinstance(cache, kind):
         raise TypeError(f"cache: expected a {kind.__name__} of new_cache, got {type(cache).__name__}")
@@ -242,5 +256,8 @@ def check_cache(
         raise ValueError(f"cache: expected one for a batch of {batch_size}, got one for {cache.batch_size}")
     if not is_self:
         raise ValueError("cache: expected self-attention (key=None) with a cache, got another key")
+    if isinstance(cache, PagedLayer) and (need_weights or masked):
+        name, wanted = ("key_padding_mask", "None") if masked else ("need_weights", "False")
+        raise ValueError(f"{name}: expected {wanted} with a cache in pages, whose rows have lengths of their own")
     if need_weights and kind is StateCache:
         raise ValueError("need_weights: expected False with a cache of linear attention, which keeps no keys, got True")

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mgk.nn import arguments, context_parallel, operators, packed
-from mgk.nn.cache import KeyValueCache, StateCache
+from mgk.nn.cache import KeyValueCache, StateCache, WindowCache
 from mgk.nn.documents import Documents
 from mgk.nn.embeddings import Rotation, pad_shift, rotate
 from mgk.nn.m_step import m_step
 from mgk.nn.norm import RMSNorm
 from mgk.nn.operators import AttentionInputs
 from mgk.nn.packing import Packing
+from mgk.nn.pages import PagedLayer
+from mgk.nn.projections import project
 from mgk.ops import arguments as check
 from mgk.ops.dispatch import IMPLEMENTATIONS
 from mgk.ops.dtensor import local_part
@@ -42,7 +44,7 @@ class MixtureAttention(nn.Module):
     | variant   | A[i,j] is proportional to                  | keys                |
     | --------- | ------------------------------------------ | ------------------- |
     | `softmax` | exp(q_i.k_j / sqrt(D))                     | k_j = x_j W         |
-    | `mgk`     | sum_r prior_r exp(-|q_i - k_jr|^2 / 2 s2)  | k_jr = x_j W_r      |
+    | `mgk`     | `sum_r prior_r exp(-|q_i - k_jr|^2 / 2 s2)`| k_jr = x_j W_r      |
     | `smgk`    | the same                                   | k_jr = x_j W + b_r  |
     | `linear`  | phi(q_i).phi(k_j)                          | k_j = x_j W         |
     | `mlk`     | sum_r prior_r phi(q_i).phi(k_jr)           | k_jr = x_j W_r      |
@@ -57,7 +59,8 @@ class MixtureAttention(nn.Module):
         num_heads: H.
         variant: one of the table above.
         num_kv_heads: G, which divides H: query head h reads keys and values of head h // (H/G). None is H.
-        head_dim: D; None is E / H. The inner width is H*D for every E.
+        head_dim: D; None is E / H, as in `nn.MultiheadAttention`: fewer heads are then wider. To halve the heads of a
+            softmax layer, keep their width: MixtureAttention(256, 4, head_dim=32) for MultiheadAttention(256, 8).
         num_components: M, for the mixtures.
         e_step: "soft" (Eqn 9) or, for `mgk` and `smgk`, "hard" (Eqn 12). A hard E-step uses no prior, and the module
             then has none.
@@ -65,6 +68,8 @@ class MixtureAttention(nn.Module):
             mode updates by an M-step over the real queries of all processes (`mgk` and `smgk`, soft; all processes
             must make the same calls). "uniform" has none.
         causal: make every call causal, as `is_causal=True` does.
+        window: with causal=True, a query sees only the last `window` keys up to its own position (not in the linear
+            family). A cache then keeps no more than these.
         dropout: probability of dropping an attention weight in training; the linear family has no weights to drop.
         bias: whether the four projections have a bias.
         feature_map: phi of the linear family: "elu", "dpfp", "favor" (Performer; `self.feature_map.redraw()` draws new
@@ -106,6 +111,7 @@ class MixtureAttention(nn.Module):
         e_step: str = "soft",
         prior: str = "sgd",
         causal: bool = False,
+        window: int | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         feature_map: str | FeatureMap = "elu",
@@ -133,6 +139,7 @@ class MixtureAttention(nn.Module):
         self.e_step = check.check_choice("e_step", e_step, check.E_STEPS)
         self.prior_kind = check.check_choice("prior", prior, PRIORS)
         self.causal = check.check_flag("causal", causal)
+        self.window = arguments.check_window(window, causal, variant)
         self.dropout = check.check_probability("dropout", dropout)
         self.prior_momentum = check.check_probability("prior_momentum", prior_momentum)
         self.impl = check.check_choice("impl", impl, IMPLEMENTATIONS)
@@ -214,7 +221,9 @@ class MixtureAttention(nn.Module):
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         check.check_count("batch_size", batch_size)
         check.check_count("capacity", capacity, 0)
-        return StateCache(batch_size) if self.variant in LINEAR else KeyValueCache(batch_size, capacity)
+        if self.variant in LINEAR:
+            return StateCache(batch_size)
+        return KeyValueCache(batch_size, capacity) if self.window is None else WindowCache(batch_size, self.window)
 
     def register_attention_hook(self, hook: AttentionHook) -> RemovableHandle:
         """Call `hook(module, inputs)` before each attention operator, with its `AttentionInputs`.
@@ -289,7 +298,8 @@ class MixtureAttention(nn.Module):
         arguments.check_inputs(self, query, key, value)
         if cache is not None:
             kind = StateCache if self.variant in LINEAR else KeyValueCache
-            arguments.check_cache(cache, kind, query.shape[0], is_self, need_weights)
+            masked = key_padding_mask is not None or query_padding_mask is not None
+            arguments.check_cache(cache, kind, query.shape[0], is_self, need_weights, masked)
         num_keys = key.shape[1] + (0 if cache is None else cache.length)
         arguments.check_positions(self.log_prior, num_keys)
         is_causal = arguments.check_attn_mask(attn_mask, is_causal, query.shape[1], num_keys)
@@ -301,13 +311,18 @@ class MixtureAttention(nn.Module):
             query_mask = arguments.check_padding("query_padding_mask", query_padding_mask, "B,Nq", shape, query)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            q, k, v = self._project(query, key, value)
+            q, k, v = project(self, query, key, value)
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
+            window = self.window
+            if isinstance(cache, PagedLayer):
+                heads = operators.attend_paged(self._inputs(q, k, v, True, None, None, window), cache, self.log_prior)
+                return self.out_proj(heads.transpose(1, 2).flatten(2)), None
             if isinstance(cache, KeyValueCache):
                 k, v = cache.append(k, v)
+                mask, window = cache.visible(mask, window)
             is_causal = is_causal or self.causal or cache is not None
-            inputs = self._inputs(q, k, v, is_causal, mask, query_mask)
+            inputs = self._inputs(q, k, v, is_causal, mask, query_mask, window, num_keys)
             if isinstance(cache, StateCache):
                 heads = operators.attend_with_state(inputs, cache)
             else:
@@ -327,49 +342,20 @@ class MixtureAttention(nn.Module):
         text += f"head_dim={self.head_dim}"
         if self.variant in MIXTURES:
             text += f", num_components={self.num_components}, e_step={self.e_step}, prior={self.prior_kind}"
-        return text + f", causal={self.causal}, dropout={self.dropout}"
-
-    def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B,H,Nq,D), keys (B,G,Nk,D) or (B,G,M,Nk,D), and values (B,G,Nk,D).
-
-        With `packing` the inputs are (1,T,E), and the results are padded.
-        """
-
-        def padded(x: Tensor) -> Tensor:
-            return x if packing is None else packing.unpack(x.squeeze(0))
-
-        projections = (self.query_proj, self.key_proj, self.value_proj)
-        if key is query and value is query and all(map(arguments.is_plain_linear, projections)):
-            # One product reads x once, forward and backward: on a GPU 4% to 6% of a training step at width 64.
-            weight = torch.cat([projection.weight for projection in projections])
-            bias = None if self.query_proj.bias is None else torch.cat([part.bias for part in projections])
-            sizes = [projection.out_features for projection in projections]
-            q, k, v = torch.split(padded(nn.functional.linear(query, weight, bias)), sizes, -1)
-        else:
-            q, k, v = (padded(part(x)) for part, x in zip(projections, (query, key, value), strict=True))
-        head: tuple[int, ...] = (self.head_dim,)
-        key_head = (self.num_components, *head) if self.variant in PROJECTED else head
-        # Not num_heads: in tensor parallelism the process has some of them.
-        q, k, v = (
-            x.view(*x.shape[:2], x.shape[-1] // math.prod(each), *each)
-            for x, each in ((q, head), (k, key_head), (v, head))
-        )
-        q, k, v = (x.movedim(1, -2) for x in (self.query_norm(q), self.key_norm(k), v))
-        if self.mixing == "keys":
-            k = operators.mean_key(k, self.key_shift, local_part(self.log_prior))
-        return q, k, v
+        window = "" if self.window is None else f", window={self.window}"
+        return text + f", causal={self.causal}{window}, dropout={self.dropout}"
 
     def _inputs(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None,
-        query_mask: Tensor | None,
+        query_mask: Tensor | None, window: int | None, num_keys: int = 0,
     ) -> AttentionInputs:  # fmt: skip
+        """`num_keys`: the positions so far, of which `key` may be only the last ones."""
         log_prior, shift, log_variance = local_part(self.log_prior), self.key_shift, local_part(self.log_variance)
-        if self.mixing == "keys":  # `_project` has mixed the keys
+        if self.mixing == "keys":  # `project` has mixed the keys
             log_prior = shift = None
         if log_prior is not None and log_prior.dim() == 3:
-            log_prior = log_prior[..., : key.shape[-2]]
+            last = max(num_keys, key.shape[-2])
+            log_prior = log_prior[..., last - key.shape[-2] : last]
         # Operators may save them for backward, and the M-step writes into the buffers.
         if log_prior is not None and self.prior_kind == "em":
             log_prior = log_prior.clone()
@@ -377,8 +363,8 @@ class MixtureAttention(nn.Module):
             shift = shift.clone()
         variance = None if log_variance is None else log_variance.exp()
         return AttentionInputs(
-            query, key, value, shift, log_prior, variance, is_causal, key_mask, query_mask, self.variant, self.e_step,
-            self.feature_map, self.dropout if self.training else 0.0, self.impl,
+            query, key, value, shift, log_prior, variance, is_causal, window, key_mask, query_mask, self.variant,
+            self.e_step, self.feature_map, self.dropout if self.training else 0.0, self.impl,
         )  # fmt: skip
 
     def _attend(self, inputs: AttentionInputs) -> Float[Tensor, "b h nq d"]:

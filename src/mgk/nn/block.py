@@ -21,6 +21,7 @@ from mgk.nn.dropout import relu_dropout
 from mgk.nn.embeddings import Rotation
 from mgk.nn.norm import make_norm
 from mgk.nn.packing import Packing
+from mgk.nn.pages import PagedCache
 from mgk.ops import arguments as check
 from mgk.variants import LINEAR
 
@@ -132,6 +133,23 @@ class Stack(nn.Module):
     def new_cache(self, batch_size: int, capacity: int = 0) -> StackCache:
         """Return an empty cache for `forward`, with memory reserved for `capacity` positions."""
         return StackCache([layer.attention.new_cache(batch_size, capacity) for layer in self._blocks()])
+
+    def new_paged_cache(
+        self, rows: int, num_pages: int, page_size: int = 64, max_length: int | None = None
+    ) -> PagedCache:
+        """Return an empty cache in pages, for rows of different lengths that come and go.
+
+        Args:
+            rows: how many texts it can hold at a time.
+            num_pages: pages of all rows together.
+            page_size: positions of a page. On a GPU a multiple of 64 is fastest.
+            max_length: positions of the longest row; None is as many as all pages have.
+        """
+        attentions = [layer.attention for layer in self._blocks()]
+        if (variant := attentions[0].variant) in LINEAR:
+            raise ValueError(f"variant: expected softmax, mgk or smgk for a cache in pages, got {variant!r}")
+        windows = [attention.window for attention in attentions]
+        return PagedCache(windows, rows, num_pages, page_size, max_length, attentions[0].query_proj.weight.device)
 
     def forward(
         self,

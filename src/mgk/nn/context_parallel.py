@@ -36,7 +36,7 @@ def attend(x: AttentionInputs, ring: Ring) -> Float[Tensor, "b h n d"]:
     if x.variant in LINEAR:
         return _linear(x, ring)
     options: dict[str, Any] = {
-        "ring": ring, "is_causal": x.is_causal, "key_mask": x.key_mask, "query_mask": x.query_mask,
+        "ring": ring, "is_causal": x.is_causal, "window": x.window, "key_mask": x.key_mask, "query_mask": x.query_mask,
     }  # fmt: skip
 
     def piece(

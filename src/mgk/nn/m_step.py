@@ -25,6 +25,7 @@ from torch import Tensor
 from mgk.ops import m_steps
 from mgk.ops.common import compute_dtype, without_autocast
 from mgk.ops.dtensor import local_part
+from mgk.ops.options import Visibility
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -45,7 +46,9 @@ def m_step(module: MixtureAttention, x: AttentionInputs, query_mask: Bool[Tensor
 
     The responsibilities of both updates come from `x`, the values before the step.
     """
-    seen: dict[str, Any] = {"is_causal": x.is_causal, "key_mask": x.key_mask, "query_mask": query_mask}
+    seen: dict[str, Any] = {
+        "is_causal": x.is_causal, "window": x.window, "key_mask": x.key_mask, "query_mask": query_mask,
+    }  # fmt: skip
     if module.prior_kind == "em":
         assert module.log_prior is not None
         total, count = prior_statistics(x.query, x.key, x.shift, x.log_prior, x.variance, **seen, impl=x.impl)
@@ -66,13 +69,14 @@ def prior_statistics(
     log_prior: Tensor | None,
     variance: Tensor | None,
     is_causal: bool,
+    window: int | None,
     key_mask: Tensor | None,
     query_mask: Tensor | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """`mgk.ops.prior_statistics`: sums of responsibilities (H,M,Nk) and numbers of visible queries (Nk,)."""
     return m_steps.prior_statistics(
-        query, key, log_prior, shift=shift, variance=variance, is_causal=is_causal, key_mask=key_mask,
+        query, key, log_prior, shift=shift, variance=variance, is_causal=is_causal, window=window, key_mask=key_mask,
         query_mask=query_mask, impl=impl,
     )  # fmt: skip
 
@@ -118,6 +122,7 @@ def update_means(
     key: Float[Tensor, "b h nk d"],
     *,
     is_causal: bool,
+    window: int | None,
     key_mask: Bool[Tensor, "b nk"] | None,
     query_mask: Bool[Tensor, "b nq"] | None,
     groups: Groups = ALL,
@@ -132,7 +137,8 @@ def update_means(
         bias = -0.5 * width * log_s2[..., None]  # (H,M,1)
         if log_prior is not None:
             bias = bias + log_prior.to(dtype).view(*log_s2.shape, -1)
-        statistics = mean_statistics(q, k, b, log_s2, bias, is_causal, key_mask, query_mask)
+        visibility = Visibility(is_causal, window, key_mask, query_mask)
+        statistics = mean_statistics(q, k, b, log_s2, bias, visibility)
         mass, offset, square = sum_over_processes(groups, *statistics)
         used = (mass > 0) & (offset.sum(-1) + square).isfinite()
         weight = torch.where(used, mass, 1)
@@ -149,15 +155,14 @@ def mean_statistics(
     shift: Tensor,
     log_variance: Tensor,
     bias: Float[Tensor, "h m nk"] | Float[Tensor, "h m 1"],
-    is_causal: bool,
-    key_mask: Tensor | None,
-    query_mask: Tensor | None,
+    visibility: Visibility,
 ) -> tuple[Float[Tensor, "h m"], Float[Tensor, "h m d"], Float[Tensor, "h m"]]:
     """Return the sums over batch, i and j of gamma, of gamma (q_i - k_j - b_r), and of gamma |q_i - k_j - b_r|^2.
 
     In training, queries and keys can drift far apart, because the shifts make up for it. So both are centred first:
     otherwise the squares would cancel.
     """
+    is_causal, window, key_mask, query_mask = visibility
     num_queries, num_keys = query.shape[2], key.shape[2]
     query_mean, key_mean = (x.mean((0, 2), keepdim=True) for x in (query, key))
     query, key, shift = query - query_mean, key - key_mean, shift - (query_mean - key_mean)[0]
@@ -175,8 +180,8 @@ def mean_statistics(
         shifted = (distance[:, :, None] - 2 * (query_part - key_part) + constant).clamp(min=0)
         gamma = (bias[:, :, None] - shifted * half_precision).softmax(2)  # (B,H,M,rows,Nk)
         if is_causal:
-            rows = torch.arange(start, start + q.shape[2], device=query.device)[:, None]
-            gamma = gamma * (columns - num_keys <= rows - num_queries)
+            last = torch.arange(start, start + q.shape[2], device=query.device)[:, None] + num_keys - num_queries
+            gamma = gamma * ((columns <= last) & (columns > last - (window or num_keys + num_queries)))
         if key_mask is not None:
             gamma = gamma.masked_fill(~key_mask[:, None, None, None], 0)
         if query_mask is not None:

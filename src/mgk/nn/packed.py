@@ -15,6 +15,7 @@ from mgk.nn.documents import Documents
 from mgk.nn.embeddings import Rotation, rotate
 from mgk.nn.m_step import m_step
 from mgk.nn.packing import Packing
+from mgk.nn.projections import project
 from mgk.ops import arguments as check
 
 if TYPE_CHECKING:
@@ -49,17 +50,17 @@ def attend_rows(
     arguments.check_inputs(module, x, x, x)
     arguments.check_positions(module.log_prior, packing.max_seqlen)
     if not module._attention_hooks and not module._makes_m_step and operators.can_attend_packed(module, x, is_causal):
-        q, k, v = module._project(x, x, x)
+        q, k, v = project(module, x, x, x)
         if rotary is not None:
             rotary = Rotation(*(part[None] for part in rotary))
             q, k = rotate(q, rotary), rotate(k, rotary)
-        heads = operators.attend_packed(module._inputs(q, k, v, is_causal, None, None), packing)
+        heads = operators.attend_packed(module._inputs(q, k, v, is_causal, None, None, module.window), packing)
         return module.out_proj(heads.transpose(1, 2).flatten(2).squeeze(0))  # type: ignore[no-any-return]
-    q, k, v = module._project(x, x, x, packing)
+    q, k, v = project(module, x, x, x, packing)
     if rotary is not None:
         rotary = Rotation(*(packing.unpack(part) for part in rotary))
         q, k = rotate(q, rotary), rotate(k, rotary)
-    inputs = module._inputs(q, k, v, is_causal, packing.mask, packing.mask)
+    inputs = module._inputs(q, k, v, is_causal, packing.mask, packing.mask, module.window)
     heads = module._attend(inputs)
     if module._makes_m_step:
         m_step(module, inputs, packing.mask)

@@ -40,6 +40,9 @@ def replace_attention(
 
     >>> model = mgk.nn.replace_attention(nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 8, batch_first=True), 6))
 
+    Half the heads means half as many of the same width: for `nn.MultiheadAttention(256, 8)`, with 263,168 parameters,
+    MixtureAttention(256, 4, head_dim=32), with 131,976.
+
     The new modules are initialised and must be trained. The exception is `variant="softmax"` with the same number of
     heads, which copies the old weights. The new modules return attention weights only if called with
     `need_weights=True`, and accept only `key_padding_mask` and the causal mask.

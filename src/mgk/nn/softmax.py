@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mgk.nn.packing import Packing
 from mgk.ops import api, reference
+from mgk.ops import arguments as check
 from mgk.ops.common import compute_dtype, for_each_query_head, without_autocast, zero_masked
 from mgk.ops.options import Options, Visibility
 
@@ -38,25 +39,35 @@ def softmax_attention(
     dropout_p: float,
     impl: str,
     query_mask: Bool[Tensor, "b nq"] | None = None,
+    window: int | None = None,
 ) -> Float[Tensor, "b h nq dv"]:
     """PyTorch's scaled dot-product attention, wherever it needs no Nq x Nk mask or weights in memory.
 
-    It needs them for causal attention that is padded or not square, and on a CPU for dropout. In these cases `impl`
-    computes softmax attention as MGK with one component. `is_causal` is lower-right aligned, as everywhere in mgk.
+    It needs them for causal attention that is padded or not square or has a window, and on a CPU for dropout. In these
+    cases `impl` computes softmax attention as MGK with one component; for a window without padding on a GPU it is the
+    flash kernel. `is_causal` is lower-right aligned, as everywhere in mgk.
 
     The output is undefined where `query_mask` is False. If it is the same object as `key_mask`, padding is skipped.
     """
     grouped = key.shape[1] != query.shape[1]
-    if key_mask is not None and query_mask is key_mask and can_be_packed(query, value) and not grouped:
-        return packed_attention(query, key, value, key_mask, is_causal=is_causal, dropout_p=dropout_p)
     num_queries, num_keys = query.shape[2], key.shape[2]
+    window = check.check_window(window, is_causal, num_keys)
+    if window is not None and num_queries == 1:
+        key, value = key[:, :, -window:], value[:, :, -window:]
+        key_mask, num_keys, window = None if key_mask is None else key_mask[:, -window:], window, None
+    flash_takes = can_be_packed(query, value) and not grouped
+    if key_mask is not None and query_mask is key_mask and flash_takes and window is None:
+        return packed_attention(query, key, value, key_mask, is_causal=is_causal, dropout_p=dropout_p)
     if num_queries == 1:  # the last one, which sees every key
         is_causal = False
-    square = not is_causal or (key_mask is None and num_queries == num_keys)
+    if window is not None and key_mask is None and flash_takes:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return flash(q, k, v, None, max(num_queries, num_keys), is_causal, dropout_p, window).transpose(1, 2)
+    square = not is_causal or (key_mask is None and num_queries == num_keys and window is None)
     if square and (dropout_p == 0 or query.is_cuda):
         mask = None if key_mask is None else key_mask[:, None, None]
         return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, enable_gqa=grouped)
-    visibility = Visibility(is_causal, None, key_mask)
+    visibility = Visibility(is_causal, window, key_mask)
     return mixture_attention(query, key, value, visibility, dropout_p=dropout_p, impl=impl)[0]
 
 
@@ -126,11 +137,12 @@ def row_attention(
     *,
     is_causal: bool,
     dropout_p: float,
+    window: int | None = None,
 ) -> Float[Tensor, "t h d"]:
     """Self-attention of a packed batch, with zeros in the spare rows."""
     # The kernel leaves spare rows unwritten, in its output and in its gradients.
     q, k, v = (ClearGradient.apply(x, packing.spare) for x in (query, key, value))  # type: ignore[no-untyped-call]
-    output = flash(q, k, v, packing.cu_seqlens, packing.max_seqlen, is_causal, dropout_p)
+    output = flash(q, k, v, packing.cu_seqlens, packing.max_seqlen, is_causal, dropout_p, window)
     return output.masked_fill(packing.spare[:, None, None], 0)
 
 
@@ -155,38 +167,44 @@ def packed_softmax_attention(
     packing: Packing,
     *,
     is_causal: bool,
+    window: int | None,
     dropout_p: float,
     impl: str,
 ) -> Float[Tensor, "1 h t d"]:
     """`softmax_attention` of a packed batch; the flash kernel needs no padding."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if can_be_packed(query, value) and key.shape[1] == query.shape[1]:
-        output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p)
+        output = row_attention(q, k, v, packing, is_causal=is_causal, dropout_p=dropout_p, window=window)
         return output.transpose(0, 1)[None]
     q, k, v = (unpack_heads(x, packing) for x in (q, k, v))
     mask = packing.mask
     output = softmax_attention(
-        q, k, v, is_causal=is_causal, key_mask=mask, dropout_p=dropout_p, impl=impl, query_mask=mask
+        q, k, v, is_causal=is_causal, key_mask=mask, dropout_p=dropout_p, impl=impl, query_mask=mask, window=window
     )
     return pack_heads(output, packing).transpose(0, 1)[None]
 
 
 def flash(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "t h d"],
-    value: Float[Tensor, "t h d"],
-    cu_seqlens: Int[Tensor, " b+1"],
+    query: Float[Tensor, "*b t h d"],
+    key: Float[Tensor, "*b t h d"],
+    value: Float[Tensor, "*b t h d"],
+    cu_seqlens: Int[Tensor, " b+1"] | None,
     max_seqlen: int,
     is_causal: bool,
     dropout_p: float,
-) -> Float[Tensor, "t h d"]:
+    window: int | None = None,
+) -> Float[Tensor, "*b t h d"]:
     """Attention within the rows cu_seqlens[b] to cu_seqlens[b+1] for each b; other rows are not written.
 
-    PyTorch calls this operator for nested tensors. The public function for packed rows (`varlen_attn`) has no dropout.
+    Without `cu_seqlens`, attention of (B,N,H,D). PyTorch calls this operator for nested tensors. The public function
+    for packed rows (`varlen_attn`) has no dropout.
     """
+    left = None if window is None else window - 1
+    lengths = (query.shape[-3], key.shape[-3]) if cu_seqlens is None else (max_seqlen, max_seqlen)
     return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, is_causal, False
-    )[0]
+        query, key, value, cu_seqlens, cu_seqlens, *lengths, dropout_p, is_causal, False,
+        window_size_left=left, window_size_right=None if window is None else 0,
+    )[0]  # fmt: skip
 
 
 def softmax_weights(
@@ -195,9 +213,10 @@ def softmax_weights(
     *,
     is_causal: bool,
     key_mask: Bool[Tensor, "b nk"] | None,
+    window: int | None = None,
 ) -> Float[Tensor, "b h nq nk"]:
     """Return the dense weights (B,H,Nq,Nk), for inspection."""
-    visible = reference.visible_pairs(query, key.shape[2], Visibility(is_causal))
+    visible = reference.visible_pairs(query, key.shape[2], Visibility(is_causal, window))
     with without_autocast(query):
         queries, keys, log_prior, variance = as_mixture(query, key, key_mask)
         keys = for_each_query_head(keys, queries.shape[1])

@@ -238,6 +238,7 @@ def rows_attention(
     variance: Float[Tensor, "h m"] | None,
     e_step: str,
     is_causal: bool,
+    window: int | None,
     dropout_p: float,
     cu_seqlens: Int[Tensor, " b+1"],
     max_seqlen: int,
@@ -247,7 +248,8 @@ def rows_attention(
 
     components = key.shape[2] if shift is None else shift.shape[1]
     s2 = check.check_variance(variance, query.shape[1], components, query)
-    options = Options(log_prior, s2, Visibility(is_causal), e_step == "hard", dropout_p)
+    visibility = Visibility(is_causal, check.check_window(window, is_causal, max_seqlen))
+    options = Options(log_prior, s2, visibility, e_step == "hard", dropout_p)
     rows = Rows(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     with without_autocast(query):
         if shift is None:

@@ -186,13 +186,14 @@ def exponentials(d: Dimensions) -> int:
 
 
 def cache_bytes(d: Dimensions, bytes_per_number: int) -> int:
-    """Bytes of the decode cache after `keys` positions: keys and values, or F x (Dv + 2) numbers for any length."""
+    """Bytes of the decode cache after `keys` positions: keys and values of the window, or F x (Dv + 2) numbers."""
     check_count("bytes_per_number", bytes_per_number)
-    if d.variant in LINEAR:
-        numbers = d.F * (d.Dv + 2)
+    if d.variant in LINEAR:  # a state for each query head, for any number of positions
+        numbers = d.heads * d.F * (d.Dv + 2)
     else:
-        numbers = d.keys * (d.head_dim * (d.M if d.variant == "mgk" else 1) + d.Dv)
-    return d.batch * d.heads * numbers * bytes_per_number
+        held = d.keys if d.window is None else min(d.keys, d.window)
+        numbers = d.G * held * (d.head_dim * (d.M if d.variant == "mgk" else 1) + d.Dv)
+    return d.batch * numbers * bytes_per_number
 
 
 def parameters(

@@ -45,7 +45,7 @@ ARGUMENTS = {
     **dict.fromkeys(("query", "key", "value"), Axes(0, 1)),
     **dict.fromkeys(("shift", "log_prior", "variance"), Axes(None, 0)),
     **dict.fromkeys(("key_mask", "query_mask"), Axes(0, None)),
-    **dict.fromkeys(("cu_seq_q", "cu_seq_k"), Axes(None, None)),
+    **dict.fromkeys(("cu_seq_q", "cu_seq_k", "seqused_k", "block_table"), Axes(None, None)),
 }
 PACKED = ARGUMENTS | dict.fromkeys(("query", "key", "value"), Axes(None, 1))
 OUTPUT = Axes(0, 1)
@@ -101,6 +101,8 @@ def _call_local(
     if not outputs:
         name = next(iter(sharded))
         raise TypeError(f"{name}: expected a plain tensor, for which {function.__name__} is defined, got a DTensor")
+    if "block_table" in tensors:
+        raise TypeError("block_table: expected None with DTensors, of which each process has its part, got a tensor")
     mesh: DeviceMesh = next(iter(sharded.values())).device_mesh  # type: ignore[attr-defined]
     for name, value in sharded.items():
         if value.device_mesh != mesh:  # type: ignore[attr-defined]

@@ -47,6 +47,14 @@ class Rows(NamedTuple):
     max_k: int
 
 
+class Pages(NamedTuple):
+    """Keys and values in pages of a pool: those of row b are in the pages table[b, 0], table[b, 1], ..."""
+
+    table: Tensor  # int32 (B,pages of a row)
+    used: Tensor  # int32 (B,), the number of keys of each row
+    max_k: int  # at least the largest of them
+
+
 Result = tuple[Tensor, Tensor | None]  # the output and, if asked for, the log of the row sums (B,H,Nq)
 
 

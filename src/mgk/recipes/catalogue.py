@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from mgk.models import ClassifierConfig, LanguageModelConfig, MatcherConfig, VisionConfig
+from mgk.models import ClassifierConfig, LanguageModelConfig, MatcherConfig, TranslatorConfig, VisionConfig
 from mgk.train.config import Config, DataConfig, OptimiserConfig, replace
 
 
@@ -129,6 +129,21 @@ def cifar10() -> Config:
     )
 
 
+def multi30k() -> Config:
+    """Multi30k: translate captions of pictures from English to German, 3 + 3 layers, 10,000 tokens for both."""
+    return Config(
+        "multi30k",
+        TranslatorConfig(heads=4, dropout=0.3),
+        DataConfig("multi30k", batch=256, pad_multiple=32),
+        OptimiserConfig(
+            lr=1e-3, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.01, decay="matrices", clip=1.0, schedule="cosine",
+            warmup=400,
+        ),
+        steps=5000,
+        eval_every=250,
+    )  # fmt: skip
+
+
 def lm() -> Config:
     """A modern language model, nano: 6 layers, 19 M weights with softmax at 8 heads; bytes of enwik8."""
     return _lm(
@@ -208,7 +223,19 @@ def _lm(
 
 
 _LRA = (lra_listops, lra_text, lra_retrieval, lra_image)
-_OTHERS = (wikitext103, wikitext2, enwiki, enwik8, lm, lm_small, lm_medium, lm_nano_cpu, fashion_mnist, cifar10)
+_OTHERS = (
+    wikitext103,
+    wikitext2,
+    enwiki,
+    enwik8,
+    lm,
+    lm_small,
+    lm_medium,
+    lm_nano_cpu,
+    multi30k,
+    fashion_mnist,
+    cifar10,
+)
 RECIPES: dict[str, Callable[[], Config]] = {f.__name__.replace("_", "-"): f for f in (*_LRA, *_OTHERS)}
 
 

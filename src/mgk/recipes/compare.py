@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -119,7 +120,7 @@ def compare(
         outcomes = run_all(todo, jobs)
         comparison = collect(config, settings, runs, outcomes)
         if comparison.rows:  # otherwise keep the table of an earlier call
-            rows = [vars(row) for row in comparison.rows]
+            rows = [{name: finite(value) for name, value in vars(row).items()} for row in comparison.rows]
             write_json(folder / "comparison.json", {"metric": comparison.metric, "rows": rows})
             write_text(folder / "comparison.md", comparison.table() + "\n")
     return comparison
@@ -139,7 +140,7 @@ def collect(
         if found:
             rows.append(summary(text, setting, found))
     failed = {str(path): outcome.reason for path, outcome in outcomes.items() if isinstance(outcome, Failure)}
-    return Comparison("perplexity" if config.kind == "language" else "accuracy %", rows, failed)
+    return Comparison("perplexity" if config.kind in ("language", "translation") else "accuracy %", rows, failed)
 
 
 def run_all(todo: Mapping[Path, Job[Result]], jobs: int) -> dict[Path, Result | Failure]:
@@ -181,13 +182,20 @@ def with_attention(config: Config, text: str) -> Config:
     return replace(config, **fields)
 
 
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON does not know, such as an infinite perplexity, by None."""
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def summary(text: str, config: Config, results: list[Result]) -> Row:
     scores = [100 * r.test["accuracy"] if "accuracy" in r.test else r.test["perplexity"] for r in results]
     return Row(
         text,
         scores,
         statistics.mean(scores),
-        interval(scores),
+        interval(scores) if all(map(math.isfinite, scores)) else math.inf,
         results[0].parameters,
         flops(config.model),
         statistics.median(r.seconds_per_step for r in results),

@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from mgk.data.batches import end_with_parent
+
 GRACE = 15.0  # seconds before the end of a budget at which runs are told to stop
 START = 15.0  # seconds that a run needs to make progress: with less time left, none starts
 REPEAT = 5.0  # seconds after which a worker that still runs is told to stop again
@@ -62,6 +64,7 @@ def run_jobs(
     *,
     processes: int = 1,
     deadline: Deadline | None = None,
+    needs: Mapping[Key, float] | None = None,
     on_failure: Callable[[Key, str], None] | None = None,
 ) -> dict[Key, T | Failure]:
     """Run jobs in their order and return the outcomes of those that ended; jobs that were stopped have none.
@@ -73,6 +76,7 @@ def run_jobs(
         jobs: functions without arguments, which can be pickled. A job that has stopped early raises `Stop`.
         processes: worker processes at a time.
         deadline: when to stop.
+        needs: minutes that jobs take. A job starts only if so much time is left.
         on_failure: called with the key and the reason of each failure as it happens.
     """
     outcomes: dict[Key, T | Failure] = {}
@@ -89,7 +93,7 @@ def run_jobs(
             key = next(iter(waiting))
             note(key, attempt(waiting.pop(key)))
             usable = release_device()
-        run_in_processes(waiting, processes, deadline or Deadline(), note)
+        run_in_processes(waiting, processes, deadline or Deadline(), needs or {}, note)
     return outcomes
 
 
@@ -101,15 +105,22 @@ def attempt(job: Job[T]) -> T | Failure:
 
 
 def run_in_processes(
-    waiting: dict[Key, Job[T]], processes: int, deadline: Deadline, note: Callable[[Key, T | Failure], None]
+    waiting: dict[Key, Job[T]],
+    processes: int,
+    deadline: Deadline,
+    needs: Mapping[Key, float],
+    note: Callable[[Key, T | Failure], None],
 ) -> None:
+    def possible() -> Iterator[Key]:
+        left = deadline.start_by - time.monotonic()
+        return (key for key in waiting if 60 * needs.get(key, 0.0) < left)
+
     context = multiprocessing.get_context("spawn")
     processes = min(processes, len(waiting))
     running: dict[Any, tuple[Any, Key]] = {}  # by the pipe through which the outcome comes
     try:
         while waiting or running:
-            while waiting and len(running) < processes and time.monotonic() < deadline.start_by:
-                key = next(iter(waiting))
+            while len(running) < processes and (key := next(possible(), None)) is not None:
                 receiver, sender = context.Pipe(duplex=False)
                 worker = context.Process(target=work, args=(sender, processes, waiting.pop(key)))
                 running[receiver] = worker, key
@@ -142,14 +153,6 @@ def work(sender: Connection, processes: int, job: Job[Any]) -> None:
     share_cores(processes)
     with suppress(Stop), stoppable():
         sender.send(attempt(job))
-
-
-def end_with_parent() -> None:
-    """Wait for the end of the parent, then kill this process: nobody would collect its outcome."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # this is a worker
-    wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(workers: list[Any], end: float) -> None:

@@ -236,7 +236,7 @@ def read(path: Path) -> Config:
         return from_dict(json.loads(path.read_text()))
     except FileNotFoundError:
         raise ValueError(f"{path.parent}: expected the folder of a run, found no {path.name} in it") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not a configuration: {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None

@@ -13,7 +13,8 @@ from mgk.files import read_json
 from mgk.models.config import VisionConfig
 from mgk.train.config import Config
 
-KINDS = {"classifier": "sequences", "matcher": "pairs", "language": "stream", "vision": "images"}
+KINDS = {"classifier": "sequences", "matcher": "pairs", "language": "stream", "vision": "images",
+         "translation": "translations"}  # fmt: skip
 """Kind of the examples for each kind of model."""
 
 
@@ -80,10 +81,22 @@ def root_of(run: Path, given: str | Path | None) -> Path | None:
     """
     if given is not None:
         return Path(given)
-    path = run / "run.json"
-    starts = read_json(path).get("starts") or [{}] if path.exists() else [{}]
-    used = starts[-1].get("data_root")  # older runs lack it
+    starts = read_starts(run)
+    used = starts[-1].get("data_root") if starts else None  # older runs lack it
     return Path(used) if used and Path(used).is_dir() else None
+
+
+def read_starts(run: Path, advice: str = "") -> list[dict[str, Any]]:
+    """Return what a run has recorded at each of its starts."""
+    path = run / "run.json"
+    starts = read_json(path, advice).get("starts", []) if path.exists() else []
+    types = {"data": dict, "data_root": str}  # of what is used here; the rest is for readers
+    if not isinstance(starts, list) or not all(
+        isinstance(start, dict) and all(isinstance(start.get(name, type_()), type_) for name, type_ in types.items())
+        for start in starts
+    ):
+        raise ValueError(f"{path}: expected the record of the starts of a run, got another{advice}")
+    return starts
 
 
 def load(config: Config, root: str | Path | None) -> mgk.data.Prepared:
@@ -114,7 +127,7 @@ def options(config: Config) -> dict[str, Any]:
             raise ValueError(f"data.options: expected NAME=VALUE, got {item!r}")
         try:
             parsed = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             parsed = value
         result[name] = tuple(parsed) if isinstance(parsed, list) else parsed
     return result

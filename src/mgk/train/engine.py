@@ -11,14 +11,17 @@ import dataclasses
 import resource
 import signal
 import statistics
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
+from torch import nn
 
 from mgk.files import read_json
 from mgk.train import checkpoint, data
@@ -28,8 +31,10 @@ from mgk.train.graph import Batch, to_device
 from mgk.train.learner import Learner, find_non_finite, perplexity
 from mgk.train.progress import Progress
 from mgk.train.run import Run
+from mgk.train.sample import sample_text, visible
 from mgk.train.saving import Saver
 from mgk.train.watch import Watch
+from mgk.variants import LABELS
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -69,7 +74,13 @@ class Result:
 
 
 def train(
-    settings: Config, out: str | Path, *, resume: bool = False, data_root: str | Path | None = None, quiet: bool = True
+    settings: Config,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    data_root: str | Path | None = None,
+    quiet: bool = True,
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> Result:
     """Train a model, write the run to the folder `out`, and evaluate the best checkpoint on the test split.
 
@@ -81,16 +92,19 @@ def train(
         resume: continue the run in `out` from its last checkpoint, or start it if there is none.
         data_root: folder of the prepared data sets; None is `mgk.data.root()`, or that of the run that is resumed.
         quiet: show no progress.
+        adapt: changes the new model before it is trained, e.g. loads weights. It must do the same in every call that
+            resumes the run; the configuration does not mention it.
     """
     fabric = launch(settings)
-    result = run_with(fabric, settings, Path(out), resume, data_root, quiet)
+    result = run_with(fabric, settings, Path(out), resume, data_root, quiet, adapt)
     leave()
     return result
 
 
 def run_with(
-    fabric: Fabric, settings: Config, out: Path, resume: bool, data_root: str | Path | None, quiet: bool
-) -> Result:
+    fabric: Fabric, settings: Config, out: Path, resume: bool, data_root: str | Path | None, quiet: bool,
+    adapt: Callable[[nn.Module], None] | None = None,
+) -> Result:  # fmt: skip
     """Do the work of `train` once the processes are connected."""
     reset_peak(fabric)
     with contextlib.ExitStack() as stack:
@@ -99,20 +113,23 @@ def run_with(
         if resume and done.exists():
             run.tidy_finished()
             return Result.read(done)
+        title = "/".join(out.parts[-2:])
         root = data.root_of(out, data_root)
         source = data.Source(settings, root, fabric.global_rank, fabric.world_size, fabric.device.type == "cuda")
-        learner = Learner(fabric, settings)
+        if run.writes and not quiet:  # at once: the first step may take a while
+            print(f"{title}: {described(settings)}, on {fabric.device}", file=sys.stderr, flush=True)
+        learner = Learner(fabric, settings) if adapt is None else Learner(fabric, settings, adapt)
         fabric.barrier()  # every process has read the folder before one writes to it
         facts = {"data": source.facts, "seed": settings.seed, "processes": fabric.world_size}
         run.begin(facts | {"data_root": str(source.prepared.path.parent.resolve())})
         fabric.barrier()
         saver = stack.enter_context(Saver(fabric, run, learner))
         state = State.restore(run, saver)
-        title = "/".join(out.parts[-2:])
         progress = Progress(title, settings.steps, state.step, quiet=quiet or not run.writes)
         with progress, Interrupt() as interrupt, Watch(out, fabric.global_rank, settings.hang_minutes) as watch:
             run.interrupted = lambda: interrupt.asked
-            state = loop(Job(fabric, settings, run, source, learner, saver, watch), state, progress, interrupt)
+            job = Job(fabric, settings, run, source, learner, saver, watch)
+            state = loop(job, state, progress, interrupt)
         result = Result(
             str(out), state.step == settings.steps, state.step, learner.parameters, state.best_step, state.best_valid
         )
@@ -120,6 +137,7 @@ def run_with(
             saver.restore(checkpoint.folder_of(out, state.best_step))
             scores = learner.evaluate(source.evaluation(settings.data.test))
             run.log("test", state.step, **scores)
+            show_sample(job, state.step, progress)
             times = [line["seconds_per_step"] for line in run.lines("train") if "seconds_per_step" in line]
             speed = statistics.median(times) if times else 0.0
             result = dataclasses.replace(result, test=scores, seconds_per_step=speed, peak_bytes=peak_bytes(fabric))
@@ -167,6 +185,8 @@ def loop(job: Job, state: State, progress: Progress, interrupt: Interrupt) -> St
             state.valid = learner.evaluate(job.source.evaluation(c.data.valid, c.eval_batches))
             run.log("valid", state.step, **state.valid)
             progress.show(state.step, **{f"valid {name}": value for name, value in score(state.valid).items()})
+            if learner.device.type == "cpu" and not ended:
+                show_sample(job, state.step, progress, tokens=60)
             best = state.keep_best()
         if saves or best or (evaluates and saver.with_evaluations):
             job.watch.rest()
@@ -192,6 +212,22 @@ def log_training(job: Job, state: State, clock: Clock, progress: Progress) -> No
     if state.loss is not None and peak > SPIKE * state.loss:
         job.run.log("spike", state.step, at=at, loss=peak, before=state.loss, examples=job.source.examples_of(at))
     state.loss = numbers["loss"]
+
+
+def show_sample(job: Job, step: int, progress: Progress, tokens: int = 200) -> None:
+    """Print and log a sample of a language model, unless nobody reads it or the weights are on several processes."""
+    if progress.quiet or job.config.kind != "language" or job.fabric.world_size > 1:
+        return
+    text = sample_text(job.learner.model, job.source.prepared, tokens=tokens)
+    if text is not None:
+        job.run.log("sample", step, text=text)
+        progress.note(f"sample of step {step:,}: {visible(text.strip())}")
+
+
+def described(c: Config) -> str:
+    """Return what is trained, in a few words."""
+    heads = f"{c.model.heads} head{'s' if c.model.heads > 1 else ''}"
+    return f"{c.recipe}, {LABELS[c.model.attention]} with {heads}, {c.steps:,} steps"
 
 
 @dataclass

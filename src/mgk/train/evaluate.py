@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mgk.data import Stream
 from mgk.models import LanguageModel, build
-from mgk.models.config import LanguageModelConfig, MatcherConfig, ModelConfig, VisionConfig
-from mgk.models.cost import layer_flops
+from mgk.models.config import LanguageModelConfig, MatcherConfig, ModelConfig, TranslatorConfig, VisionConfig
+from mgk.models.cost import stack_flops, translator_flops
 from mgk.ops.arguments import check_count
 from mgk.train import checkpoint, config, data
 from mgk.train.config import Config
@@ -123,9 +123,11 @@ def existing(folder: Path, which: str) -> Path:
 
 def flops(model: ModelConfig) -> int:
     """FLOPs of the layers, forward and backward, for one example of full length, without embeddings and output."""
+    if isinstance(model, TranslatorConfig):
+        return translator_flops(model).total
     if isinstance(model, VisionConfig):
         positions = (model.image_size // model.patch_size) ** 2 + (model.pooling == "class")
     else:
         positions = model.max_length
-    layer = layer_flops(model, positions, causal=isinstance(model, LanguageModelConfig)).total
-    return layer * model.layers * (2 if isinstance(model, MatcherConfig) else 1)
+    layers = stack_flops(model, positions, causal=isinstance(model, LanguageModelConfig)).total
+    return layers * (2 if isinstance(model, MatcherConfig) else 1)

@@ -41,10 +41,12 @@ class Objective(nn.Module):
 class Learner:
     """The part of a run that lives on the device: model, optimiser and sums of the losses."""
 
-    def __init__(self, fabric: Fabric, config: Config) -> None:
+    def __init__(self, fabric: Fabric, config: Config, adapt: Callable[[nn.Module], None] | None = None) -> None:
         self.fabric, self.config, self.device = fabric, config, fabric.device
         torch.manual_seed(config.seed)  # the same initial weights for any number of processes
         self.objective = Objective(self.build(config))
+        if adapt is not None:
+            adapt(self.model)
         self.sharded = config.strategy == "fsdp"
         call = torch.compile(self.objective) if self._compiles else self.objective
         self.call = fabric.setup_module(call)  # type: ignore[arg-type]
@@ -114,7 +116,7 @@ class Learner:
 
     @property
     def classifies(self) -> bool:
-        return self.config.kind != "language"
+        return self.config.kind not in ("language", "translation")
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:

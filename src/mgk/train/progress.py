@@ -1,10 +1,15 @@
-"""Progress display: a bar if there is a terminal and rich is installed, otherwise a line every 10 seconds."""
+"""Progress display: a bar if there is a terminal and rich is installed, otherwise a line every 10 seconds.
+
+The first line comes after the first seconds, with an estimate of the time.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from typing import Any, Self
+
+FIRST, NEXT = 3.0, 10.0  # seconds until the first line, and between two of them
 
 
 class Progress:
@@ -13,7 +18,8 @@ class Progress:
     def __init__(self, title: str, steps: int, start: int = 0, *, quiet: bool = False) -> None:
         self.title, self.steps, self.first = title, steps, start
         self.numbers: dict[str, str] = {}
-        self.began = self.shown = time.monotonic()
+        self.began = time.monotonic()
+        self.due = self.began + FIRST
         self.quiet = quiet
         self.bar: Any = make_bar() if not quiet and sys.stderr.isatty() else None
         if self.bar is not None:
@@ -31,16 +37,42 @@ class Progress:
     def advance(self, step: int) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
+        else:
+            self._print(step)
+
+    def note(self, text: str) -> None:
+        """Print a text between the numbers."""
+        if self.bar is not None:
+            self.bar.console.print(text, markup=False, highlight=False)
+        elif not self.quiet:
+            print(text, file=sys.stderr, flush=True)
 
     def show(self, step: int, **numbers: float) -> None:
         self.numbers |= {name: text(name, value) for name, value in numbers.items()}
-        line = "  ".join(f"{name} {value}" for name, value in self.numbers.items())
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, numbers=line)
-        elif not self.quiet and (time.monotonic() - self.shown > 10 or step == self.steps):
-            self.shown = time.monotonic()
-            left = (self.shown - self.began) / max(step - self.first, 1) * (self.steps - step)
-            print(f"{self.title}: step {step}/{self.steps}  {line}  {left:.0f} s left", file=sys.stderr, flush=True)
+            self.bar.update(self.task, completed=step, numbers=self._line())
+        else:
+            self._print(step, last=step == self.steps)
+
+    def _line(self) -> str:
+        return "  ".join(f"{name} {value}" for name, value in self.numbers.items())
+
+    def _print(self, step: int, *, last: bool = False) -> None:
+        """Print a line, if it is time for one or it is the last."""
+        now = time.monotonic()
+        if self.quiet or step == self.first or (now < self.due and not last):
+            return
+        self.due = now + NEXT
+        left = duration((now - self.began) / (step - self.first) * (self.steps - step))
+        parts = [f"{self.title}: step {step:,}/{self.steps:,}", self._line(), f"{left} left"]
+        print("  ".join(filter(None, parts)), file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it: 45 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def text(name: str, value: float) -> str:

@@ -20,10 +20,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from mgk.environment import environment
-from mgk.files import flush, holder, locked, parse_line, read_json, read_lines, write_json, write_text
+from mgk.files import flush, holder, locked, parse_line, read_lines, write_json, write_text
 from mgk.train import checkpoint, config
 from mgk.train.checkpoint import CheckpointError, DiskFullError
 from mgk.train.config import Config
+from mgk.train.data import read_starts
 
 PAUSE = 2.0  # seconds between two looks at a full disk
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class Run:
             checkpoint.recover(self.folder, self.keep)
         path = self.folder / "run.json"
         advice = "; remove it to continue without the record of earlier starts"
-        starts = read_json(path, advice).get("starts", []) if self.resumes and path.exists() else []
+        starts = read_starts(self.folder, advice) if self.resumes else []
         now = facts["data"]["digest"]
         before = starts[0].get("data", {}).get("digest", now) if starts else now  # older runs lack it
         if before != now:

@@ -46,7 +46,7 @@ class Head {
     for (let i = i0; i < i1; i++) {
       if (total[i] < -1e38) continue; // no visible key
       const end = this.causal ? Math.min(j1, i + 1) : j1;
-      for (let j = j0; j < end; j++) {
+      for (let j = this.window ? Math.max(j0, i + 1 - this.window) : j0; j < end; j++) {
         let best = 0, product = 0;
         for (let r = 0; r < M; r++) {
           if (r === 0 || !shared) {

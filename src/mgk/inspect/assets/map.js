@@ -19,8 +19,8 @@ class MapView {
   get head() { return headOf(this.panel.place); }
   // Margin for the labels: token names if they are shown, otherwise numbers.
   get pad() {
-    const named = this.width / (this.window[1] - this.window[0]) >= 13;
-    return named && MODELS[this.panel.place.model].longestToken > 3 ? 64 : 34;
+    const named = this.width / (this.window[1] - this.window[0]) >= 12, { longestToken } = MODELS[this.panel.place.model];
+    return AXIS_TITLE + (named ? clamp(10 + 7 * longestToken, 34, 64) : 34);
   }
   get side() { return this.width - this.pad - EDGE; }
   get square() { return { x: this.pad, y: this.pad, side: this.side }; }
@@ -54,6 +54,7 @@ class MapView {
     context.clearRect(0, 0, this.width, this.width);
     this.missing = drawMap(context, head, this.window, look, this.square, this.exact, this.picture);
     drawAxes(context, MODELS[this.panel.place.model].tokens, this.window, this.square, getComputedStyle(document.documentElement));
+    drawAxisTitles(context, this.square, getComputedStyle(document.documentElement));
     this.canvas.dataset.pad = this.pad;
     this.canvas.setAttribute("aria-label", `Attention map, ${this.panel.title}: queries downwards, keys to the right`);
     if (this.missing.length) this.fill();
@@ -127,7 +128,7 @@ class MapView {
     };
     for (const kind of ["pointerup", "pointercancel"]) canvas.addEventListener(kind, done);
     canvas.addEventListener("pointerleave", () => hover(null));
-    canvas.addEventListener("dblclick", () => update({ zoom: [0, 1, 0, 1] }));
+    canvas.addEventListener("dblclick", () => update({ zoom: DEFAULT.zoom }));
     canvas.addEventListener("wheel", (event) => {
       // The wheel belongs to the page. With Ctrl, or once the map is zoomed, it zooms instead.
       if (!this.at(event) || !(event.ctrlKey || event.metaKey || zoomed())) return;
@@ -216,39 +217,4 @@ function stretch(context, picture, sx, sy, sw, sh, x, y, side) {
   context.beginPath(); context.rect(x, y, side, side); context.clip();
   context.drawImage(picture, sx, sy, sw, sh, x, y, side, side);
   context.restore();
-}
-
-// Labels of an axis: token names if they fit, otherwise round numbers.
-function axisMarks(tokens, from, to, side) {
-  const cell = side / (to - from), marks = [];
-  if (cell >= 11) {
-    for (let i = Math.ceil(from - 0.5); i < Math.min(to, tokens.length) && i + 0.5 < to; i++)
-      if (i >= 0) marks.push({ at: (i + 0.5 - from) * cell, text: tokenName(tokens, i) });
-    return marks;
-  }
-  const rough = (to - from) / 6, power = 10 ** Math.floor(Math.log10(rough));
-  const step = Math.max(1, [1, 2, 5, 10].map((k) => k * power).find((s) => s >= rough));
-  for (let i = Math.ceil(from / step) * step; i < to; i += step) marks.push({ at: (i + 0.5 - from) * cell, text: String(i), tick: true });
-  return marks;
-}
-
-function drawAxes(context, tokens, [i0, i1, j0, j1], { x, y, side }, style) {
-  context.fillStyle = style.getPropertyValue("--soft");
-  context.strokeStyle = style.getPropertyValue("--line");
-  context.font = "11px system-ui, sans-serif";
-  context.lineWidth = 1;
-  context.strokeRect(x - 0.5, y - 0.5, side + 1, side + 1);
-  const space = x - 10;
-  context.textBaseline = "middle";
-  context.textAlign = "right";
-  for (const { at, text } of axisMarks(tokens, i0, i1, side)) context.fillText(text, x - 6, y + at, space);
-  for (const { at, text, tick } of axisMarks(tokens, j0, j1, side)) {
-    context.save();
-    context.translate(x + at, y - 6);
-    if (tick) { context.textAlign = "center"; context.textBaseline = "bottom"; }
-    else if ([...text].length < 3) { context.textAlign = "center"; context.textBaseline = "bottom"; }
-    else { context.rotate(-Math.PI / 2); context.textAlign = "left"; }
-    context.fillText(text, 0, 0, space);
-    context.restore();
-  }
 }

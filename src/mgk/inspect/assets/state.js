@@ -37,15 +37,30 @@ function valid(place) {
   return { model, layer, head };
 }
 
+// The place to open a model at: its most telling head, see `_start` in page.py.
+function telling(model) {
+  const scores = MODELS[model].layers.map(({ start }) => start.score), layer = scores.indexOf(Math.max(...scores));
+  return { model, layer, head: MODELS[model].layers[layer].start.head };
+}
+
+// The models to open with: the first, and the first mixture after it or else the second.
+function firstModels() {
+  const mixture = MODELS.findIndex(({ layers }, model) => model > 0 && layers[0].heads[0].components > 1);
+  return [0, mixture > 0 ? mixture : 1].slice(0, MODELS.length);
+}
+
+function firstToken({ model, layer }) { return MODELS[model].layers[layer].start.token; }
+
 function readAddress() {
   const found = new URLSearchParams(location.hash.slice(1));
   const places = (found.get("show") ?? "").split(",").filter(Boolean).slice(0, 2);
   const shown = places.map((text) => { const [model, layer, head] = text.split(".").map(Number); return valid({ model, layer, head }); });
-  const panels = shown.length ? shown : MODELS.slice(0, 2).map((_, model) => ({ model, layer: 0, head: 0 }));
+  const panels = shown.length ? shown : firstModels().map(telling);
   const view = found.get("view") ?? "total";
   const known = view === "total" || (view === "gamma" && mostComponents > 1) || (/^c[1-9]$/.test(view) && Number(view[1]) <= mostComponents);
   const zoom = (found.get("zoom") ?? "").split("_").map(Number);
-  const token = found.has("token") ? Number(found.get("token")) : null;
+  const opened = !shown.length && panels.length ? firstToken(panels[0]) : null;
+  const token = found.has("token") ? Number(found.get("token")) : opened;
   const size = panels.length ? MODELS[panels[0].model].tokens.length : 0;
   Object.assign(state, {
     panels,
@@ -55,7 +70,7 @@ function readAddress() {
     same: found.get("same") === "1",
     token: Number.isInteger(token) && token >= 0 && token < size ? token : null,
     from: found.get("from") === "in" ? "in" : "out",
-    zoom: zoom.length === 4 && zoom.every((x) => x >= 0 && x <= 1) && zoom[1] > zoom[0] && zoom[3] > zoom[2] ? zoom : [0, 1, 0, 1],
+    zoom: zoom.length === 4 && zoom.every((x) => x >= 0 && x <= 1) && zoom[1] > zoom[0] && zoom[3] > zoom[2] ? zoom : DEFAULT.zoom,
     theme: ["dark", "light"].includes(found.get("theme")) ? found.get("theme") : null,
   });
 }

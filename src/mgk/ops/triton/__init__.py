@@ -23,12 +23,12 @@ from torch import Tensor
 
 from mgk.ops.common import capability, dtype_name
 from mgk.ops.dispatch import TRITON_DTYPES, TRITON_WIDTH, decodes, lacks
-from mgk.ops.options import Options, Result, Rows
+from mgk.ops.options import Options, Pages, Result, Rows
 from mgk.ops.triton.host import contiguous, dense, draw_seed
 from mgk.ops.triton.operators import decode_forward, projected_forward, shifted_forward
 from mgk.ops.triton.prior import prior_statistics
 
-__all__ = ["mgk_attention", "prior_statistics", "smgk_attention"]
+__all__ = ["attend_to_cache", "mgk_attention", "prior_statistics", "smgk_attention"]
 
 
 def mgk_attention(query: Tensor, key: Tensor, value: Tensor, options: Options, rows: Rows | None = None) -> Result:
@@ -55,9 +55,7 @@ def attention(
     number, variances = (1.0, variance) if isinstance(variance, Tensor) else (variance, None)
     grad = needs_grad(query, key, shift, value, log_prior, variance)
     if decodes(query.shape[2], grad, dropout_p > 0, query_mask is not None, rows is not None):
-        mask_and_options = key_mask, number, hard, is_causal, window or 0, return_lse
-        output, lse = decode_forward(query, key, shift, value, log_prior, variances, *mask_and_options)
-        return output, lse if return_lse else None
+        return attend_to_cache(query, key, shift, value, options)
     seed = draw_seed(dropout_p, query)
     ends = (None, None) if rows is None else (rows.queries.contiguous(), rows.keys.contiguous())
     most = (0, 0) if rows is None else (rows.max_q, rows.max_k)
@@ -70,6 +68,21 @@ def attention(
         own = None if variances is None else variances.float().contiguous()
         output, lse, *_ = projected_forward(*inputs, own, *masks, *rest)
     return output, whole_lse(lse, query, options) if return_lse else None
+
+
+def attend_to_cache(
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, options: Options, pages: Pages | None = None,
+    softmax: bool = False,
+) -> Result:  # fmt: skip
+    """Attention of a few queries per row to a cache; see `decode_attention`."""
+    log_prior, variance, (is_causal, window, key_mask, _), hard, _, return_lse = options
+    number, variances = (1.0, variance) if isinstance(variance, Tensor) else (variance, None)
+    cache = (None, None, 0) if pages is None else pages
+    output, lse = decode_forward(
+        query, key, shift, value, log_prior, variances, key_mask, *cache[:2], number, hard, is_causal, window or 0,
+        cache[2], softmax, return_lse,
+    )  # fmt: skip
+    return output, lse if return_lse else None
 
 
 def whole_lse(lse: Tensor, query: Tensor, options: Options) -> Tensor:

@@ -4,7 +4,10 @@ Reading the cache takes the time, so every key and value is read once and nothin
 a matrix product does not pay: the kernel computes the distance |q - k_jr|^2 directly. For a few queries it uses a
 product, and takes the biases -|k_jr|^2 / 2 s2_r from the tile that is loaded anyway.
 
-B batch, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
+With `Pages` each row of the batch has a length of its own, and its keys are in pages of a pool. A kernel loads a whole
+tile from one page where tiles cannot cross pages, and otherwise looks up the page of every key.
+
+B batch, P pages, H heads, M components, Nq queries, Nk keys, D width of a head, Dv width of a value.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mgk.ops.dispatch import MAX_DECODE_QUERIES
-from mgk.ops.options import Options
+from mgk.ops.options import Options, Pages
 from mgk.ops.triton.host import dense, dot_precision
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.loads import (
@@ -72,6 +75,23 @@ def split_and_head(splits, GROUP: tl.constexpr):
 
 
 @triton.jit
+def load_keys(p_base, p_table, start, active, strides, WIDTH: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
+    """Load the keys or values from `start` on, of one head, or of one head in the pages of a row.  # [BN, BLOCK]"""
+    if S.PAGE == 0:
+        tile = load_active(p_base, start, active, strides[2], S.BN, WIDTH, BLOCK)
+    elif S.WHOLE:  # a tile lies in one page
+        p_page = p_base + tl.load(p_table + start // S.PAGE).to(tl.int64) * strides[0]
+        tile = load_active(p_page, start % S.PAGE, active, strides[2], S.BN, WIDTH, BLOCK)
+    else:
+        o_n, o_column = start + tl.arange(0, S.BN), tl.arange(0, BLOCK)
+        there = o_n >= 0 if active is None else active
+        page = tl.load(p_table + o_n // S.PAGE, mask=there, other=0).to(tl.int64)
+        p_row = p_base + (page * strides[0] + o_n % S.PAGE * strides[2])
+        tile = tl.load(p_row[:, None] + o_column[None, :], mask=there[:, None] & (o_column < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
 def largest_of(x, y):
     """The larger one, NaN if one is NaN."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
@@ -79,8 +99,8 @@ def largest_of(x, y):
 
 @triton.jit
 def one_query_tiles(
-    m, l, acc, p_k, p_v, p_prior, p_mask, centre, scale, bias, begin, end, num_keys, sk, sv, sp, SHIFTED: tl.constexpr,
-    CHECK: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, S: tl.constexpr,
+    m, l, acc, p_k, p_v, p_prior, p_mask, p_table, centre, scale, bias, begin, end, num_keys, sk, sv, sp,
+    SHIFTED: tl.constexpr, CHECK: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from `begin` to `end`, AHEAD tiles at a time.
 
@@ -93,14 +113,17 @@ def one_query_tiles(
             start = first + i * S.BN
             o_n = start + tl.arange(0, S.BN)
             active = active_rows(p_mask, o_n, end) if CHECK else None
-            b_k = load_active(p_k, start, active, sk[2], S.BN, S.D, S.BD)  # [BN, BD]
-            values = values + (load_active(p_v, start, active, sv[2], S.BN, S.DV, S.BV),)  # [BN, BV]
+            b_k = load_keys(p_k, p_table, start, active, sk, S.D, S.BD, S)  # [BN, BD]
+            values = values + (load_keys(p_v, p_table, start, active, sv, S.DV, S.BV, S),)  # [BN, BV]
             for r in tl.static_range(S.M):
                 if not SHIFTED and r > 0:
                     p_kr = p_k + tl.cast(sk[3], tl.int64) * r
-                    b_k = load_active(p_kr, start, active, sk[2], S.BN, S.D, S.BD)  # [BN, BD]
-                difference = widened(b_k) - centre[r][None, :]
-                x = not_hidden(tl.sum(difference * difference, 1) * scale[r]) + bias[r]
+                    b_k = load_keys(p_kr, p_table, start, active, sk, S.D, S.BD, S)  # [BN, BD]
+                if S.SOFTMAX:
+                    x = not_hidden(tl.sum(widened(b_k) * centre[r][None, :], 1) * (-2.0 * scale[r]))
+                else:
+                    difference = widened(b_k) - centre[r][None, :]
+                    x = not_hidden(tl.sum(difference * difference, 1) * scale[r]) + bias[r]
                 x = add_log_prior(x, p_prior, sp, r, o_n, num_keys)
                 if CHECK:
                     x = tl.where(active, x, NEVER)
@@ -124,8 +147,9 @@ def one_query_tiles(
 
 @triton.jit(do_not_specialize=["num_keys", "splits"])
 def one_query_kernel(
-    Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, OUT, LSE, variance, sq, sk, sv, sp, stride_mask, H, num_keys, splits,
-    split_keys, POSITIONS: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, S: tl.constexpr,
+    Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, LENGTHS, TABLE, OUT, LSE, variance, sq, sk, sv, sp, stride_mask,
+    stride_table, H, num_keys, splits, split_keys, POSITIONS: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of one split. POSITIONS: the prior is one per position.
 
@@ -135,7 +159,9 @@ def one_query_kernel(
     i_s, i_bh = split_and_head(splits, S.GROUP)
     i_b, i_h, i_component = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh % H * S.M
     o_d, o_v = tl.arange(0, S.BD), tl.arange(0, S.BV)
-    p_k, p_v = head_pointer(K, sk, i_b, i_h // S.GROUP), head_pointer(V, sv, i_b, i_h // S.GROUP)
+    i_pool = i_b * 0 if S.PAGE else i_b  # all rows share the pages
+    p_k, p_v = head_pointer(K, sk, i_pool, i_h // S.GROUP), head_pointer(V, sv, i_pool, i_h // S.GROUP)
+    p_table = offset(TABLE, i_b * stride_table)
     p_head_prior = offset(PRIOR, i_h * sp[0])
     b_q = tl.load(head_pointer(Q, sq, i_b, i_h) + o_d, mask=o_d < S.D, other=0.0).to(tl.float32)
 
@@ -152,7 +178,11 @@ def one_query_kernel(
             bias = bias + (0.0,)
 
     begin = i_s * split_keys
-    end = tl.minimum(begin + split_keys, num_keys)
+    if LENGTHS is not None:
+        num_keys = tl.load(LENGTHS + i_b)
+        if S.WINDOW:
+            begin += tl.maximum(num_keys - S.WINDOW, 0)
+    end = tl.maximum(tl.minimum(begin + split_keys, num_keys), begin)  # a shorter row has empty splits
     full = begin + (end - begin) // (S.BN * AHEAD) * (S.BN * AHEAD)
     p_mask = offset(MASK, i_b * stride_mask)
     p_prior = p_head_prior if POSITIONS else None
@@ -162,12 +192,12 @@ def one_query_kernel(
     m, l = tl.full([S.BN], NEVER, tl.float32), tl.zeros([S.BN], tl.float32)
     acc = tl.zeros([S.BN, S.BV], tl.float32)
     m, l, acc = one_query_tiles(
-        m, l, acc, p_k, p_v, p_prior, None, centre, scale, bias, begin, full, num_keys, sk, sv, sp, SHIFT is not None,
-        False, AHEAD, STAGES, S,
+        m, l, acc, p_k, p_v, p_prior, None, p_table, centre, scale, bias, begin, full, num_keys, sk, sv, sp,
+        SHIFT is not None, False, AHEAD, STAGES, S,
     )  # fmt: skip
     m, l, acc = one_query_tiles(
-        m, l, acc, p_k, p_v, p_prior, p_mask, centre, scale, bias, full, end, num_keys, sk, sv, sp, SHIFT is not None,
-        True, 1, 1, S,
+        m, l, acc, p_k, p_v, p_prior, p_mask, p_table, centre, scale, bias, full, end, num_keys, sk, sv, sp,
+        SHIFT is not None, True, 1, 1, S,
     )  # fmt: skip
 
     m_all = tl.max(m, 0)
@@ -182,14 +212,17 @@ def one_query_kernel(
 
 @triton.jit(do_not_specialize=["num_keys", "num_queries", "splits"])
 def few_queries_kernel(
-    Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, OUT, LSE, variance, sq, sk, sv, sp, stride_mask, H, num_queries, num_keys,
-    splits, split_keys, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, S: tl.constexpr,
+    Q, K, SHIFT, V, PRIOR, VARIANCE, MASK, LENGTHS, TABLE, OUT, LSE, variance, sq, sk, sv, sp, stride_mask,
+    stride_table, H, num_queries, num_keys, splits, split_keys, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of one split with l[i,j,r] = q_i.k_j / s2_r + row[i,r] + bias[j,r]."""
     i_s, i_bh = split_and_head(splits, S.GROUP)
     i_b, i_h, i_component = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh % H * S.M
     o_m, o_v = tl.arange(0, BM), tl.arange(0, S.BV)
-    p_k, p_v = head_pointer(K, sk, i_b, i_h // S.GROUP), head_pointer(V, sv, i_b, i_h // S.GROUP)
+    i_pool = i_b * 0 if S.PAGE else i_b
+    p_k, p_v = head_pointer(K, sk, i_pool, i_h // S.GROUP), head_pointer(V, sv, i_pool, i_h // S.GROUP)
+    p_table = offset(TABLE, i_b * stride_table)
     p_prior = offset(PRIOR, i_h * sp[0])
     p_mask = offset(MASK, i_b * stride_mask)
     b_q = load_active(head_pointer(Q, sq, i_b, i_h), 0, o_m < num_queries, sq[2], BM, S.D, S.BD)  # [BM, BD]
@@ -209,20 +242,25 @@ def few_queries_kernel(
 
     m, l = tl.full([BM], NEVER, tl.float32), tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, S.BV], tl.float32)
-    begin, diagonal = i_s * split_keys, num_keys - num_queries
+    begin = i_s * split_keys
+    if LENGTHS is not None:
+        num_keys = tl.load(LENGTHS + i_b)
+        if S.WINDOW:
+            begin += tl.maximum(num_keys - num_queries + 1 - S.WINDOW, 0)
+    diagonal = num_keys - num_queries
     for start in range(begin, tl.minimum(begin + split_keys, num_keys), S.BN):
         o_n = start + tl.arange(0, S.BN)
         active = active_rows(p_mask, o_n, num_keys)
-        b_k = load_active(p_k, start, active, sk[2], S.BN, S.D, S.BD)  # [BN, BD]
+        b_k = load_keys(p_k, p_table, start, active, sk, S.D, S.BD, S)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         logits, best = (), tl.full([BM, S.BN], NEVER, tl.float32)
         for r in tl.static_range(S.M):
             if SHIFT is None and r > 0:
                 p_kr = p_k + tl.cast(sk[3], tl.int64) * r
-                b_k = load_active(p_kr, start, active, sk[2], S.BN, S.D, S.BD)  # [BN, BD]
+                b_k = load_keys(p_kr, p_table, start, active, sk, S.D, S.BD, S)  # [BN, BD]
                 s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
             b_kr = b_k.to(tl.float32) + shift[r][None, :]
-            bias = not_hidden(tl.sum(b_kr * b_kr, 1) * (-0.5 * scale[r]))
+            bias = not_hidden(tl.sum(b_kr * b_kr, 1) * (0.0 if S.SOFTMAX else -0.5 * scale[r]))
             bias = add_log_prior(bias, p_prior, sp, r, o_n, num_keys)
             x = tl.where(active[None, :], s * scale[r] + row[r][:, None] + bias[None, :], NEVER)
             if CAUSAL:
@@ -237,7 +275,7 @@ def few_queries_kernel(
             for r in tl.static_range(1, S.M):
                 p += tl.exp2(logits[r] - m_safe[:, None])
         l = l * alpha + tl.sum(p, 1)
-        b_v = load_active(p_v, start, active, sv[2], S.BN, S.DV, S.BV)  # [BN, BV]
+        b_v = load_keys(p_v, p_table, start, active, sv, S.DV, S.BV, S)  # [BN, BV]
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
 
     i_part = (i_bh.to(tl.int64) * splits + i_s) * num_queries
@@ -271,17 +309,20 @@ def join_kernel(
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, options: Options, pages: Pages | None = None,
+    softmax: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Forward only: query (B,H,Nq,D) with Nq <= 16, key (B,G,M,Nk,D), or (B,G,Nk,D) with shift (H,M,D) -> (B,H,Nq,Dv).
 
     Also the log of the row sums (B,H,Nq), empty if it is not asked for. The causal mask is lower-right aligned: the
-    last query sees every key.
+    last query sees every key. With `pages`, key (P,G,[M,]page,D) and value (P,G,page,Dv), without a key mask.
+    `softmax`: the score of a key (B,G,1,Nk,D) is its product with the query, not their distance.
     """
-    key, value, options = within_window(query.shape[2], key, value, options)
+    if pages is None:
+        key, value, options = within_window(query.shape[2], key, value, options)
     log_prior, variance, (is_causal, window, key_mask, _), hard, _, return_lse = options
     batch, heads, num_queries, width = query.shape
-    num_keys, value_width = value.shape[-2:]
+    value_width, num_keys = value.shape[-1], value.shape[-2] if pages is None else pages.max_k
     if num_queries > MAX_DECODE_QUERIES:
         raise ValueError(f"query: expected at most {MAX_DECODE_QUERIES} queries to decode, got {num_queries}")
     out = query.new_empty(batch, heads, num_queries, value_width)
@@ -293,7 +334,8 @@ def decode_attention(
     # At most half as many keys as threads: vectors over keys then stay in the threads that reduce the keys' rows.
     block_keys = min(16 * WARPS, max(16, NUMBERS // max(block_d, block_v)))
     programs = PROGRAMS if key_mask is None else MASKED_PROGRAMS
-    splits, split_keys = key_splits(batch * heads, num_keys, block_keys, programs, query.device)
+    read = num_keys if pages is None or window is None else min(num_keys, window + num_queries - 1)
+    splits, split_keys = key_splits(batch * heads, read, block_keys, programs, query.device)
     part, lse = out, query.new_empty(batch * heads, splits, num_queries, dtype=torch.float32)
     if splits > 1:
         part = query.new_empty(batch * heads, splits, num_queries, value_width, dtype=torch.float32)
@@ -303,13 +345,18 @@ def decode_attention(
     number, per_component = split_variance(variance)
     shift = None if shift is None else shift.contiguous()
     components = num_components(key, shift)
+    begins_inside = window is not None and (num_queries > 1 or pages is not None)
+    page = 0 if pages is None else value.shape[-2]
     sizes = constants(
         D=width, DV=value_width, BD=block_d, BV=block_v, M=components, HARD=hard, BN=block_keys,
-        GROUP=heads // key.shape[1], WINDOW=(window or 0) if num_queries > 1 else 0,
+        GROUP=heads // key.shape[1], WINDOW=window if begins_inside else 0, PAGE=page,
+        WHOLE=page % block_keys == 0 and not begins_inside, SOFTMAX=softmax,
     )  # fmt: skip
+    used, table = (None, None) if pages is None else (pages.used.contiguous(), dense(pages.table))
     arguments = (
-        query, key, shift, value, prior, per_component, mask, part, lse, number, query.stride()[:3], key_strides(key),
-        value.stride()[:3], NO_STRIDES if prior is None else prior.stride(), 0 if mask is None else mask.stride(0),
+        query, key, shift, value, prior, per_component, mask, used, table, part, lse, number, query.stride()[:3],
+        key_strides(key), value.stride()[:3], NO_STRIDES if prior is None else prior.stride(),
+        0 if mask is None else mask.stride(0), 0 if table is None else table.stride(0),
     )  # fmt: skip
     tile_bytes = block_keys * ((components if shift is None else 1) * block_d + block_v) * key.element_size()
     if num_queries == 1:
@@ -335,7 +382,7 @@ def decode_attention(
     if not return_lse:
         return out, lse.new_empty(0)
     natural = (lse / LOG2E.value).logsumexp(1).view(batch, heads, num_queries)
-    if num_queries > 1 and per_component is None:  # one query is computed from distances, which hold its norm
+    if num_queries > 1 and per_component is None and not softmax:  # one query is computed from distances, norm included
         norm = query.float().square().sum(-1) / (2 * number)
         natural = (natural - norm).masked_fill(natural == -torch.inf, -torch.inf)
     return out, natural

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.operator import operator
-from mgk.ops.options import Options, Visibility
+from mgk.ops.options import Options, Pages, Visibility
 from mgk.ops.triton import launch_projected, launch_shifted
 from mgk.ops.triton.decode import decode_attention
 from mgk.ops.triton.host import dense, zero_gradients
@@ -84,13 +84,14 @@ def projected_backward(
 @operator("triton_decode")
 def decode_forward(
     query: Tensor, key: Tensor, shift: Tensor | None, value: Tensor, log_prior: Tensor | None,
-    variances: Tensor | None, key_mask: Tensor | None, variance: float, hard: bool, causal: bool, window: int,
-    lse: bool,
+    variances: Tensor | None, key_mask: Tensor | None, table: Tensor | None, used: Tensor | None, variance: float,
+    hard: bool, causal: bool, window: int, max_k: int, softmax: bool, lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and the log of the row sums, empty if `lse` is False."""
+    pages = None if table is None or used is None else Pages(table, used, max_k)
     visibility = Visibility(causal, window or None, key_mask)
     options = Options(log_prior, variance if variances is None else variances, visibility, hard, return_lse=lse)
-    return decode_attention(query, key, shift, value, options)
+    return decode_attention(query, key, shift, value, options, pages, softmax)
 
 
 # Shapes for tracing.

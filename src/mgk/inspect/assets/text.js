@@ -4,21 +4,27 @@ const LISTED = 8;
 const CHUNK = 250;
 const SHADES = 10;
 
-class Inspector {
+class TextView {
   constructor(panel) {
     this.panel = panel;
-    this.search = make("input", { type: "search", placeholder: "Find a token or number", "aria-label": "Find a token", autocomplete: "off", spellcheck: false,
-      oninput: () => this.find(0), onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); this.find(event.shiftKey ? -1 : 1); } } });
+    this.search = make("input", { type: "search", placeholder: "Find a token", "aria-label": "Find a token", autocomplete: "off", spellcheck: false,
+      oninput: () => this.find(0), onkeydown: (event) => this.key(event) });
     this.hits = make("span", { className: "soft hits" });
-    this.which = make("div", { className: "segments small", role: "group", "aria-label": "What the text shows" },
-      ...[["out", "attends to"], ["in", "attended to by"]].map(([from, label]) => make("button", { type: "button", textContent: label, "data-from": from, onclick: () => update({ from }) })));
-    this.name = make("span", { className: "chosen-name" });
+    this.which = make("div", { className: "segments small", role: "group", "aria-label": "What the colours of the text show" },
+      ...[["out", "what it reads"], ["in", "what reads it"]].map(([from, label]) =>
+        make("button", { type: "button", textContent: label, "data-from": from, onclick: () => update({ from }) })));
+    this.say = make("p", { className: "say" });
     this.strip = make("div", { className: "strip", tabIndex: 0, "aria-label": "The text" });
     this.out = make("ol", { className: "list" });
     this.in = make("ol", { className: "list" });
-    this.outTitle = make("h3"); this.inTitle = make("h3");
-    this.lists = make("div", { className: "lists" }, make("div", {}, this.outTitle, this.out), make("div", {}, this.inTitle, this.in));
-    this.text = make("div", { className: "text" }, make("div", { className: "textbar" }, this.search, this.hits, this.name, this.which), this.strip);
+    this.outTitle = make("h3");
+    this.inTitle = make("h3");
+    this.lists = [make("div", {}, this.outTitle, this.out), make("div", {}, this.inTitle, this.in)];
+    this.elements = [this.say, this.strip, make("div", { className: "textbar" }, this.search, this.hits, this.which)];
+    this.listen();
+  }
+
+  listen() {
     this.strip.addEventListener("pointermove", (event) => {
       const i = event.target.dataset?.i;
       if (i !== undefined && event.pointerType === "mouse") hover(state.from === "in" ? { j: +i } : { i: +i }, this.panel);
@@ -29,6 +35,12 @@ class Inspector {
       const i = event.target.dataset?.i;
       if (i !== undefined) { activate(this.panel.index); update({ token: state.token === +i ? null : +i }); }
     });
+  }
+
+  key(event) {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    this.find(event.shiftKey ? -1 : 1);
   }
 
   get tokens() { return MODELS[this.panel.place.model].tokens; }
@@ -52,7 +64,7 @@ class Inspector {
       this.chunks.push(chunk);
     }
     const { unseen, longestToken } = MODELS[model];
-    this.lists.style.setProperty("--token", `${clamp(0.75 * longestToken, 2.2, 8)}em`);
+    for (const list of this.lists) list.style.setProperty("--token", `${clamp(0.75 * longestToken, 2.2, 8)}em`);
     this.strip.replaceChildren(...this.chunks, ...(unseen ? [make("span", { className: "unseen", title: "The model did not read this part", textContent: unseen })] : []));
   }
 
@@ -93,21 +105,18 @@ class Inspector {
     this.shown = shown;
     for (const button of this.which.children) button.setAttribute("aria-pressed", String(button.dataset.from === state.from));
     const known = token !== null && token !== undefined && token < tokens.length && head.ready;
-    this.lists.classList.toggle("empty", !known);
+    for (const list of this.lists) list.hidden = !known;
     if (!known) {
-      this.name.textContent = "";
-      this.colour(null);
-      this.outTitle.textContent = "Attends to"; this.inTitle.textContent = "Attended to by";
-      this.out.replaceChildren(make("li", { className: "soft hint", textContent: "Point at the map or the text, or type a token." }));
-      this.in.replaceChildren();
-      return;
+      this.say.textContent = "Choose a token, here or in the map: the text then shows what it reads.";
+      return this.colour(null);
     }
     const row = head.rowOf(token), column = head.columnOf(token);
-    const total = valuesOf(row, "total"), kept = entropy(total);
-    this.name.textContent = `${tokenName(tokens, token)} · ${token}`;
-    this.outTitle.replaceChildren("Attends to ", make("span", { className: "soft", textContent: `entropy ${number(kept, 3)} nats ≈ ${number(Math.exp(kept), 3)} keys` }));
-    const received = valuesOf(column, "total").reduce((a, b) => a + b, 0);
-    this.inTitle.replaceChildren("Attended to by ", make("span", { className: "soft", textContent: `${number(received, 3)} in total` }));
+    const total = valuesOf(row, "total"), kept = entropy(total), received = valuesOf(column, "total").reduce((a, b) => a + b, 0);
+    const name = () => make("bdi", { className: "token", textContent: tokenName(tokens, token) }), soft = (textContent) => make("span", { className: "soft", textContent });
+    this.say.replaceChildren(...(state.from === "in" ? ["The colour of a token shows how much it takes from "] : ["The colour of a token shows how much is taken from it by "]),
+      make("span", { className: "here" }, name(), ` (${token})`), ".");
+    this.outTitle.replaceChildren(name(), " reads ", soft(`about ${number(Math.exp(kept), 3)} tokens`));
+    this.inTitle.replaceChildren(name(), " is read by ", soft(`weights sum to ${number(received, 3)}`));
     this.list(this.out, row, (other) => [token, other]);
     this.list(this.in, column, (other) => [other, token]);
     this.colour(state.from === "in" ? column : row, token);

@@ -8,31 +8,31 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from experiments.reproduce.grid import TASKS, Cell, Metric, Row
-from experiments.reproduce.inside import inside
+from experiments.cells.cell import Cell, Metric
 from mgk.files import read_json, read_lines, write_text
 from mgk.train.config import check_same, from_dict, read, to_dict
-from mgk.train.evaluate import evaluate, flops
+from mgk.train.evaluate import flops
 
 POINTS = 100  # at most, of a curve
-SLIDING = "sliding by one"  # as mgk.train.evaluate calls the paper's perplexity
 REQUIRED = (
-    "recipe", "attention", "heads", "option", "seed", "metric", "dev", "test", "steps", "parameters", "flops",
-    "configuration", "curve", "seconds_per_step", "jobs", "peak_bytes", "gpu", "versions", "commit", "data",
+    "seed", "metric", "dev", "test", "steps", "parameters", "flops", "configuration", "curve", "seconds_per_step",
+    "jobs", "peak_bytes", "gpu", "versions", "commit", "data",
 )  # fmt: skip
+
+C = TypeVar("C", bound=Cell)
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Generic[C]):
     """The result of a finished cell."""
 
-    cell: Cell
+    cell: C
     values: dict[str, Any]
 
     @property
-    def row(self) -> Row:
+    def row(self) -> Any:
         return self.cell.row
 
     @property
@@ -49,21 +49,19 @@ def path_of(results: Path, cell: Cell) -> Path:
     return results / f"{cell.name}.json"
 
 
-def command(cell: Cell) -> str:
-    """Return the command that computes a cell again, in new folders, so that a finished run is not reused."""
-    return f"python -m experiments.reproduce all --cells {cell.name} --results again/cells --runs again/runs"
-
-
 def score(metric: Metric, numbers: dict[str, float]) -> float:
-    """Convert a loss or an accuracy to the unit of the tables: percent, perplexity, or bits per byte."""
+    """Convert a loss or an accuracy to the unit of the tables: percent, perplexity, or bits per token.
+
+    A translation is scored by its perplexity here; BLEU is a further measurement.
+    """
     if metric == "accuracy":
         return 100 * numbers["accuracy"]
-    return math.exp(numbers["loss"]) if metric == "perplexity" else numbers["loss"] / math.log(2)
+    return numbers["loss"] / math.log(2) if metric == "bits" else math.exp(numbers["loss"])
 
 
 def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> dict[str, Any]:
     """Return the record of the finished run in the folder `run`, with the commit and GPU of each of its starts."""
-    task, config = TASKS[cell.task], read(run / "config.json")
+    metric, config = cell.metric, read(run / "config.json")
     result = read_json(run / "result.json")
     starts = read_json(run / "run.json").get("starts")
     if not starts:
@@ -73,23 +71,16 @@ def make(cell: Cell, run: Path, *, jobs: int, data_root: Path | None = None) -> 
         raise ValueError(f"{run}: resumed with other data than it started with; remove it to train it again")
     gpus, commits = (list(dict.fromkeys(start[name] for start in starts)) for name in ("gpu", "commit"))
     record: dict[str, Any] = {
-        "recipe": cell.task, "attention": cell.row.attention, "heads": cell.row.heads, "option": cell.row.option,
-        "seed": cell.seed, "metric": task.metric,
-        "dev": score(task.metric, result["valid"]), "test": score(task.metric, result["test"]),
+        **cell.identity, "metric": metric,
+        "dev": score(metric, result["valid"]), "test": score(metric, result["test"]),
         "best_step": result["best_step"], "steps": result["step"], "parameters": result["parameters"],
         "flops": flops(config.model), "seconds_per_step": result["seconds_per_step"], "jobs": jobs,
         "peak_bytes": result["peak_bytes"], "gpu": ", ".join(map(str, gpus)) if any(gpus) else None,
         "versions": {"python": last["python"], **last["versions"]},
-        "commit": ", ".join(commits), "data": last["data"], "starts": len(starts), "command": command(cell),
+        "commit": ", ".join(commits), "data": last["data"], "starts": len(starts), "command": cell.command,
     }  # fmt: skip
-    if task.sliding and last["gpu"] is not None:  # half a minute on a GPU, days on a CPU
-        add(
-            record,
-            "test_sliding",
-            lambda: score(task.metric, evaluate(run, sliding=True, batch=1024, data_root=data_root)[SLIDING]),
-        )
-    first = cell.seed == 0 and not cell.row.option  # the report shows maps of one seed
-    add(record, "inside", lambda: inside(run, data_root, maps=first))
+    for name, measure in cell.measures(run, data_root, last["gpu"]).items():
+        add(record, name, measure)
     record["curve"] = {event: curve([line for line in log if line["event"] == event]) for event in ("train", "valid")}
     record["configuration"] = to_dict(config)
     return record
@@ -120,19 +111,27 @@ def write(results: Path, cell: Cell, values: dict[str, Any]) -> Path:
     return path
 
 
-def load(path: Path, results: Path) -> Record:
-    """Read a record. Raise ValueError if it is damaged or belongs to another cell than its name says."""
+def load(path: Path, results: Path, parse: Callable[[str], C]) -> Record[C]:
+    """Read a record. Raise ValueError if it is damaged or belongs to another cell than its name says.
+
+    Args:
+        path: the file.
+        results: folder of the records.
+        parse: returns the cell with a name.
+    """
+    name = path.relative_to(results).with_suffix("").as_posix()
     try:
+        cell = parse(name)
         values = json.loads(path.read_text())
-        cell = Cell.parse(path.relative_to(results).with_suffix("").as_posix())
     except ValueError as error:
         raise ValueError(f"{path}: not a record ({error}); remove it, and it is computed again") from None
-    missing = [name for name in REQUIRED if name not in values]
+    missing = [field for field in (*cell.identity, *REQUIRED) if field not in values]
     if missing:
         raise ValueError(f"{path}: not a record (no {', '.join(missing)}); remove it, and it is computed again")
-    said = Cell(values["recipe"], Row(values["attention"], values["heads"], values["option"]), values["seed"])
-    if said != cell:
-        raise ValueError(f"{path}: holds the record of {said.name}; the name of the file must match its content")
+    said = {field: values[field] for field in cell.identity}
+    if said != dict(cell.identity):
+        found = ", ".join(f"{field} {value}" for field, value in said.items() if value != cell.identity[field])
+        raise ValueError(f"{path}: holds the record of {found}; the name of the file must match its content")
     return Record(cell, values)
 
 
@@ -140,7 +139,7 @@ def wrong(results: Path, cell: Cell) -> str | None:
     """Return why the record of a cell does not match the grid; None if it does."""
     path = path_of(results, cell)
     try:
-        complaints = stale([load(path, results)])
+        complaints = stale([load(path, results, lambda _: cell)])
     except ValueError as error:
         return str(error)
     if not complaints:
@@ -148,13 +147,13 @@ def wrong(results: Path, cell: Cell) -> str | None:
     return f"{path}: of another configuration ({complaints[0]}); remove it, and it is computed again"
 
 
-def read_all(results: Path) -> list[Record]:
+def read_all(results: Path, parse: Callable[[str], C]) -> list[Record[C]]:
     """Read all records, in the order of their names. Files that begin with a dot are incomplete."""
     paths = sorted(path for path in results.glob("*/*.json") if not path.name.startswith("."))
-    return [load(path, results) for path in paths]
+    return [load(path, results, parse) for path in paths]
 
 
-def stale(records: Sequence[Record]) -> list[str]:
+def stale(records: Sequence[Record[Any]]) -> list[str]:
     """Return a complaint for each record whose configuration is not the grid's, or whose data is not its task's."""
     complaints = []
     digests: dict[str, Counter[str]] = {}

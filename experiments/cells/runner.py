@@ -11,24 +11,24 @@ need not start processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import nn
+
 import mgk.data
-from experiments.reproduce import records
-from experiments.reproduce.grid import Cell
+from experiments.cells import records
+from experiments.cells.cell import Adapt, Cell
 from mgk.files import beside, locked, tidy
 from mgk.ops.arguments import check_count
 from mgk.recipes.runner import Deadline, Failure, Stop, run_jobs
-from mgk.train import train
+from mgk.train import checkpoint, train
 from mgk.train.config import Config, replace
 from mgk.train.data import load
-
-RESULTS = Path("results") / "cells"
-RUNS = Path("runs") / "reproduce"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class Session:
 
     def lock(self, cell: Cell) -> Path:
         return beside(self.runs / cell.name, "lock")
+
+    def share(self, cell: Cell) -> float:
+        """Return which share of a cell's steps its last checkpoint has behind it."""
+        last = self.runs / cell.name / "last"
+        return float(checkpoint.read_facts(last)["step"]) / cell.config.steps if last.exists() else 0.0
 
     def tell(self, cell: Cell, line: str) -> None:
         if not self.quiet:
@@ -70,16 +75,17 @@ def run_cells(
     *,
     budget: float | None = None,
     jobs: int = 1,
-    results: Path = RESULTS,
-    runs: Path = RUNS,
+    results: Path,
+    runs: Path,
     data_root: Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     quiet: bool = True,
+    minutes: Callable[[Cell], float] | None = None,
 ) -> Tally:
     """Fill cells in their order, until all are filled or the budget is spent. The same call resumes later.
 
     Args:
-        cells: see `experiments.reproduce.cells`.
+        cells: the cells, most important first.
         budget: minutes; None is no limit.
         jobs: trainings at a time on one device.
         results: folder of the records.
@@ -87,6 +93,7 @@ def run_cells(
         data_root: folder of the prepared data sets; ListOps is generated there if it is missing.
         device: where to train.
         quiet: show no progress.
+        minutes: how long a cell takes; with it, no cell starts that would not end within the budget.
     """
     check_count("jobs", jobs)
     deadline = None if budget is None else Deadline(budget)
@@ -98,6 +105,7 @@ def run_cells(
         {cell: partial(fill, cell, config, session) for cell, config in todo},
         processes=jobs,
         deadline=deadline,
+        needs={cell: minutes(cell) * (1 - session.share(cell)) for cell, _ in todo} if minutes else None,
         on_failure=lambda cell, reason: session.tell(cell, f"failed: {reason}"),
     )
     finished = [cell.name for cell, _ in todo if session.finished(cell)]
@@ -142,11 +150,33 @@ def fill(cell: Cell, config: Config, session: Session) -> None:
             return
         config = replace(config, workers=0, device=session.device)
         session.tell(cell, "resumes" if (run / "last").exists() else "starts")
-        quiet = session.quiet or session.jobs > 1
-        result = train(config, run, resume=True, data_root=session.data_root, quiet=quiet)
-        if not result.finished:
-            session.tell(cell, f"stopped at step {result.step} of {config.steps}")
-            raise Stop
+        adapt = cell.adapt
+        if cell.pretraining is not None:
+            before, change = cell.pretraining
+            first = beside(run, "pretraining")
+            finish(cell, replace(before, workers=0, device=session.device), first, session, change)
+            adapt = partial(load_encoder, first)
+        finish(cell, config, run, session, adapt)
         values = records.make(cell, run, jobs=session.jobs, data_root=session.data_root)
         records.write(session.results, cell, values)
         session.tell(cell, f"test {values['test']:.4g} after {time.monotonic() - began:.0f} s")
+
+
+def finish(cell: Cell, config: Config, run: Path, session: Session, adapt: Adapt | None = None) -> None:
+    """Train or resume a run to its end; raise `Stop` if it is told to stop."""
+    quiet = session.quiet or session.jobs > 1
+    result = train(config, run, resume=True, data_root=session.data_root, quiet=quiet, adapt=adapt)
+    if not result.finished:
+        session.tell(cell, f"stopped at step {result.step} of {config.steps}")
+        raise Stop
+
+
+@torch.no_grad()
+def load_encoder(run: Path, model: nn.Module) -> None:
+    """Start from the encoder of a finished run: its best checkpoint."""
+    best = checkpoint.find(run, "best")
+    if best is None:
+        raise ValueError(f"{run}: expected a finished run, found no checkpoint")
+    name = "encoder."
+    weights = {key.removeprefix(name): w for key, w in checkpoint.load(best).weights.items() if key.startswith(name)}
+    model.encoder.load_state_dict(weights)  # type: ignore[union-attr, operator]
