@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint unit sanitize format demo docs bench cross-compile mutants golden package clean
+.PHONY: help setup test lint unit sanitize format demo docs bench cross-compile mutants golden test-ecosystem package clean
 
 help:
 	@echo "make test    check lint, format and types, and run all tests"
@@ -17,6 +17,7 @@ help:
 	@echo "make golden  train five tiny models and compare their losses with the recorded ones"
 	@echo "make mutants break the code in one place at a time and see a test fail (ten minutes)"
 	@echo "make package build the wheel and the source distribution, and try them in a clean environment"
+	@echo "make test-ecosystem  test with TRL, PEFT, torchao and so on, and run Transformers' own tests"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment and the caches"
 
@@ -70,6 +71,14 @@ cross-compile: $(STAMP)
 
 golden: $(STAMP)
 	$(BIN)/python -m benchmarks.golden
+
+# Libraries around Transformers, in an environment of their own, and Transformers' own tests of models.
+ECOSYSTEM := .venv-ecosystem
+test-ecosystem:
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev,ecosystem]'
+	OMP_NUM_THREADS=1 $(ECOSYSTEM)/bin/pytest tests/hf/ecosystem
+	OMP_NUM_THREADS=1 $(ECOSYSTEM)/bin/python -m tests.hf.transformers_tests
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants

@@ -7,8 +7,10 @@ import functools
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -17,7 +19,7 @@ import mgk.data
 from mgk.cli.hf import convert, generate
 from mgk.cli.parsing import read_options
 from mgk.hf import hf_to_run, run_to_hf
-from mgk.hf.tokenizer import byte_tokenizer, tokenizer_of
+from mgk.hf.tokenizer import byte_tokenizer, image_processing, tokenizer_of
 from mgk.train import evaluate, load_model, train
 from mgk.train.config import read, replace
 from tests.hf.common import foreign, make, same_weights
@@ -247,3 +249,16 @@ def test_a_wrong_command_is_an_error(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             convert(paths, **options)  # type: ignore[arg-type]
+
+
+def test_images_are_prepared_as_the_data_set_does(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="needs Pillow")
+    from transformers import AutoImageProcessor
+
+    facts: dict[str, Any] = {"image": [8, 8, 3], "mean": (0.5, 0.25, 0.75), "std": (0.5, 0.125, 0.25), "classes": 10}
+    prepared: Any = SimpleNamespace(manifest={"facts": facts})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_processing(prepared)))
+    image = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    found = AutoImageProcessor.from_pretrained(tmp_path)(image, return_tensors="np")["pixel_values"][0]
+    expected = ((image / 255 - facts["mean"]) / facts["std"]).transpose(2, 0, 1)
+    np.testing.assert_allclose(found, expected, atol=1e-5)

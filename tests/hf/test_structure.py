@@ -193,3 +193,28 @@ def test_masked_words_have_an_output_layer() -> None:
     assert head.weight is made.get_input_embeddings().weight
     torch.testing.assert_close(head(found.hidden_states[-1]), found.logits)
     assert found.loss.isfinite()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk"])
+def test_an_exported_model_takes_any_batch_and_length(kind: str) -> None:
+    made, batch, length = (
+        make("language", kind, cutoffs=()),
+        torch.export.Dim("batch"),
+        torch.export.Dim("length", max=24),
+    )
+    with torch.no_grad():
+        program = torch.export.export(
+            made, (), {"input_ids": torch.ones(2, 9).long()}, dynamic_shapes={"input_ids": {0: batch, 1: length}}
+        ).module()
+        for shape in ((1, 5), (3, 17)):
+            tokens = torch.randint(0, 20, shape)
+            torch.testing.assert_close(program(input_ids=tokens).logits, made(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlk", "smlk"])
+def test_the_linear_family_refuses_assisted_decoding_at_once(kind: str) -> None:
+    made, tokens = make("language", kind), inputs("language")["input_ids"][:1]
+    with pytest.raises(ValueError, match="cannot remove the tokens"):
+        made.generate(tokens, max_new_tokens=2, prompt_lookup_num_tokens=2, pad_token_id=0)
+    with pytest.raises(ValueError, match="cannot remove the tokens"):
+        make("language").generate(tokens, max_new_tokens=2, assistant_model=made, pad_token_id=0)

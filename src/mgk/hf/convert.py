@@ -27,7 +27,7 @@ from mgk.files import new_folder, read_json, write_json, write_text
 from mgk.hf.card import model_card
 from mgk.hf.config import MGKConfig
 from mgk.hf.models import CLASSES, MGKPreTrainedModel
-from mgk.hf.tokenizer import tokenizer_of
+from mgk.hf.tokenizer import image_processing, tokenizer_of
 from mgk.merge.sums import WRITTEN, check_sums, write_sums
 from mgk.ops.arguments import describe
 from mgk.train import checkpoint, load_model
@@ -97,14 +97,17 @@ def run_to_hf(
 def save_with_card(
     model: Any, out: Path, settings: Config, data_root: str | Path | None, record: dict[str, Any] | None = None
 ) -> None:
-    """Save a model with its card and, if the data set of `settings` is prepared, its tokenizer."""
+    """Save a model with its card and, if the data set of `settings` is prepared, its tokenizer or image processor."""
     model.save_pretrained(out)
     try:
-        tokenizer = tokenizer_of(load_data(settings, data_root))
+        prepared = load_data(settings, data_root)
     except DataError:
-        tokenizer = None
+        prepared = None
+    tokenizer = None if prepared is None else tokenizer_of(prepared)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
+    elif prepared is not None:
+        write_json(out / "preprocessor_config.json", image_processing(prepared))
     write_text(out / "README.md", model_card(model.config, model.num_parameters(), record))
 
 

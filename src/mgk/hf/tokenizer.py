@@ -6,6 +6,7 @@ The rules and vocabularies are those of `mgk.data`, so a text gets the same toke
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -40,6 +41,17 @@ def tokenizer_of(prepared: Prepared) -> PreTrainedTokenizerFast | None:
         )
         return _wrapped(tokenizer, {"unk_token": UNKNOWN})
     return byte_tokenizer(facts.get("shift", 0))
+
+
+def image_processing(prepared: Prepared) -> dict[str, Any]:
+    """Return what `AutoImageProcessor` needs to prepare images as the data set does: resized, scaled, normalised."""
+    facts = prepared.manifest["facts"]
+    height, width = facts["image"][:2]
+    return {
+        "image_processor_type": "ViTImageProcessor", "do_resize": True, "size": {"height": height, "width": width},
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": list(facts["mean"]),
+        "image_std": list(facts["std"]),
+    }  # fmt: skip
 
 
 def byte_tokenizer(shift: int) -> PreTrainedTokenizerFast:
