@@ -41,6 +41,7 @@ SMALL = {
     "compare lm": f"{LANGUAGE} --seeds 1",
     "figures": "--length 16",
     "generate": "--tokens 4",
+    "convert --from": "--finetune 2",
     "bench": "--shapes 1,2,16,8 --rounds 1 --device cpu",
 }
 

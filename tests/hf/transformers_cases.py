@@ -57,7 +57,6 @@ class Cases(ModelTesterMixin):  # type: ignore[misc]
 
     kind = "language"
     options: dict[str, Any] = {}  # noqa: RUF012
-    test_resize_embeddings = True
     has_attentions = False
     test_torch_exportable = True
     is_encoder_decoder = False
@@ -72,6 +71,23 @@ class Cases(ModelTesterMixin):  # type: ignore[misc]
         for model_class in self.all_model_classes:
             assert isinstance(model_class(self.model_tester.get_config()).get_input_embeddings(), torch.nn.Module)
         return None
+
+    @property
+    def test_resize_embeddings(self) -> bool:
+        """Whether there is a vocabulary."""
+        return self.kind != "vision"
+
+    def test_inputs_embeds(self) -> None:
+        """Skipped as in the tests of ViT, which has no embeddings of tokens."""
+        if self.kind == "vision":
+            self.skipTest("images are no tokens")  # type: ignore[attr-defined]
+        super().test_inputs_embeds()
+
+    def test_inputs_embeds_matches_input_ids(self) -> None:
+        """Skipped as above."""
+        if self.kind == "vision":
+            self.skipTest("images are no tokens")  # type: ignore[attr-defined]
+        super().test_inputs_embeds_matches_input_ids()
 
     def _prepare_for_class(
         self, inputs: dict[str, Any], model_class: Any, return_labels: bool = False

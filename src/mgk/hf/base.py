@@ -136,10 +136,10 @@ class MGKPreTrainedModel(SummedModel):
             for name, tensor in missing.items():
                 tensor.copy_(fresh[name])
 
-    def wants_states(self, options: dict[str, Any]) -> bool:
-        """Whether the states of all layers are to be returned."""
+    def wants_states(self, options: dict[str, Any]) -> Any:
+        """Return whether the states of all layers are to be returned, or a list of the numbers of layers."""
         asked = options.get("output_hidden_states")
-        return bool(self.config.output_hidden_states if asked is None else asked)
+        return self.config.output_hidden_states if asked is None else asked
 
     @capture_outputs
     def encode(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache, StaticCache
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -19,8 +20,9 @@ from mgk.hf.base import MGKModel, MGKPreTrainedModel
 from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.heads import MGKForDocumentMatching, MGKForImageClassification, MGKForSequenceClassification
 from mgk.hf.inputs import check_options, read_texts
-from mgk.hf.output import OutputLayer, summed_loss
+from mgk.hf.output import OutputLayer, Vocabulary, summed_loss
 from mgk.nn.output import IGNORE
+from mgk.variants import LINEAR
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 
-class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
+class MGKForCausalLM(Vocabulary, MGKPreTrainedModel, GenerationMixin):
     """A causal language model with `generate()`."""
 
     kinds = ("language",)
@@ -130,39 +132,27 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
 
     lm_head = property(get_output_embeddings)
 
+    @property
+    def softmax(self) -> Any:
+        """The softmax over the vocabulary."""
+        return self.mgk.output
+
     def set_output_embeddings(self, value: nn.Linear) -> None:
         """Replace the output layer; a tied one keeps the weight of the embedding, which `set_input_embeddings` sets."""
         if value is not self.mgk.output:
             self.mgk.lm_head = value
-
-    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the output layer of another size; a tied one has the rows of the embedding."""
-        if isinstance(old_lm_head, OutputLayer):
-            return old_lm_head
-        return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
-
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Change the vocabulary of a model with a plain softmax; an adaptive one has clusters by frequency."""
-        if self.mgk.output.cluster_weight is not None:
-            raise ValueError("new_num_tokens: expected a model with a plain softmax (cutoffs=()), got an adaptive one")
-        if new_num_tokens is None and not args and not kwargs:
-            return self.get_input_embeddings()  # type: ignore[return-value]
-        self.config.vocabulary_multiple = 1
-        self.config.cutoffs = ()  # cutoffs above the old vocabulary may be below the new one
-        table: nn.Embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        output, size = self.mgk.output, table.num_embeddings
-        if output.bias is not None:
-            bias = output.bias.new_zeros(size)
-            bias[: len(output.bias)] = output.bias.data[:size]
-            output.bias = nn.Parameter(bias)
-        output.sizes = [size]
-        return table
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: Any,
         batch_size: int, max_cache_length: int,
     ) -> None:  # fmt: skip
         kind = generation_config.cache_implementation
+        assists = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if assists and self.config.attention in LINEAR:
+            raise ValueError(
+                f"assistant_model, prompt_lookup_num_tokens: expected None with {self.config.attention!r}: the "
+                "state of the linear family cannot remove the tokens that are rejected"
+            )
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if isinstance(given := model_kwargs.get("past_key_values"), StaticCache):  # which generate() would compile
             graph = not generation_config.disable_compile

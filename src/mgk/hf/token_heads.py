@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from mgk.hf.base import UNEXPECTED, MGKPreTrainedModel, without_head
 from mgk.hf.config import MGKConfig
 from mgk.hf.inputs import check_options, cross_entropy, read_texts
-from mgk.hf.output import as_output_layer
+from mgk.hf.output import Vocabulary, as_output_layer
 from mgk.nn import TiedSoftmax
 from mgk.nn.arguments import weight_of
 from mgk.nn.output import IGNORE
@@ -103,7 +103,7 @@ class MGKForQuestionAnswering(TokenHead):
         )
 
 
-class MGKForMaskedLM(TokenHead):
+class MGKForMaskedLM(Vocabulary, TokenHead):
     """A model of masked tokens: the encoder of a classifier, and a softmax tied to its embedding."""
 
     kinds = ("classifier",)
@@ -130,6 +130,11 @@ class MGKForMaskedLM(TokenHead):
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=found.hidden_states)
 
     @property
+    def softmax(self) -> Any:
+        """The softmax over the vocabulary."""
+        return self.output
+
+    @property
     def output_weight(self) -> Tensor:
         """The weight of the output layer: that of the embedding."""
         return weight_of(self.mgk.encoder.tokens)
@@ -137,6 +142,11 @@ class MGKForMaskedLM(TokenHead):
     def get_output_embeddings(self) -> nn.Module:
         """Return the output layer, whose weight is that of the embedding."""
         return self.output
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Refuse another output layer: its weight is that of the embedding."""
+        if value is not self.output:
+            raise ValueError("value: expected the output layer of the model, which is tied; set_input_embeddings")
 
 
 HEADS = (MGKForTokenClassification, MGKForQuestionAnswering, MGKForMaskedLM)

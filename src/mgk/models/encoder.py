@@ -209,7 +209,7 @@ class TokenEncoder(nn.Module):
                 tokens = tokens[..., 0]
             else:
                 tokens = check_integers("tokens", tokens, None)
-            shape = len(tokens), tokens.shape[1]
+            shape = tokens.shape[0], tokens.shape[1]  # len() would be a constant of an exported model
             check.check_mask("mask", mask, "B,Nk", (shape[0], start + shape[1]), tokens)
         if positions is not None:
             check_integers("positions", positions, shape)

@@ -53,12 +53,12 @@ class VisionTransformer(nn.Module):
         """Return the output of the last layer for every patch, after that of the class token if there is one."""
         c = self.config
         pixels = check.check_tensor("pixels", pixels, "B,C,S,S")
-        check.check_shape("pixels", pixels, "B,C,S,S", (len(pixels), c.channels, c.image_size, c.image_size))
+        check.check_shape("pixels", pixels, "B,C,S,S", (pixels.shape[0], c.channels, c.image_size, c.image_size))
         side = c.image_size // c.patch_size
-        grid = pixels.reshape(len(pixels), c.channels, side, c.patch_size, side, c.patch_size)
+        grid = pixels.reshape(pixels.shape[0], c.channels, side, c.patch_size, side, c.patch_size)
         x = self.patches(grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
         if self.class_token is not None:
-            x = torch.cat((self.class_token.to(x.dtype).expand(len(x), 1, -1), x), 1)
+            x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], 1, -1), x), 1)
         return self.stack(self.dropout(x + self.positions))  # type: ignore[no-any-return]
 
     def pooled(self, hidden: Float[Tensor, "b n e"]) -> Float[Tensor, "b e"]:

@@ -111,7 +111,7 @@ def check_inputs(module: MixtureAttention, query: object, key: object, value: ob
     query = check.check_tensor("query", query, "B,Nq,E")
     check.check_shape("query", query, "B,Nq,E", (*query.shape[:2], module.embed_dim))
     key = check.check_tensor("key", key, "B,Nk,kdim")
-    check.check_shape("key", key, "B,Nk,kdim", (len(query), key.shape[1], module.kdim), " to go with query")
+    check.check_shape("key", key, "B,Nk,kdim", (query.shape[0], key.shape[1], module.kdim), " to go with query")
     value = check.check_tensor("value", value, "B,Nk,vdim")
     check.check_shape("value", value, "B,Nk,vdim", (*key.shape[:2], module.vdim), " to go with key")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -240,7 +240,7 @@ def check_rotation(rotary: object, rotary_dim: int, shape: tuple[int, ...], head
         )
     if not is_self:
         raise ValueError("rotary: expected self-attention (key=None), got another key")
-    batch = len(rotary.cos) if len(rotary.cos) == 1 else shape[0]
+    batch = rotary.cos.shape[0] if rotary.cos.shape[0] == 1 else shape[0]
     for name, part in rotary._asdict().items():
         check.check_shape(f"rotary.{name}", part, "B,Nq,D", (batch, shape[1], head_dim))
 

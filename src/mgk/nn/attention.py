@@ -299,15 +299,15 @@ class MixtureAttention(nn.Module):
         if cache is not None:
             kind = StateCache if self.variant in LINEAR else KeyValueCache
             masked = key_padding_mask is not None or query_padding_mask is not None
-            arguments.check_cache(cache, kind, len(query), is_self, need_weights, masked)
+            arguments.check_cache(cache, kind, query.shape[0], is_self, need_weights, masked)
         num_keys = key.shape[1] + (0 if cache is None else cache.length)
         arguments.check_positions(self.log_prior, num_keys)
         is_causal = arguments.check_attn_mask(attn_mask, is_causal, query.shape[1], num_keys)
         arguments.check_rotation(rotary, self.rotary_dim, query.shape, self.head_dim, is_self)
-        mask = arguments.check_padding("key_padding_mask", key_padding_mask, "B,Nk", (len(query), num_keys), query)
+        mask = arguments.check_padding("key_padding_mask", key_padding_mask, "B,Nk", (query.shape[0], num_keys), query)
         query_mask = mask  # the same object if it is the same mask: softmax attention can then skip the padding
         if query_padding_mask is not key_padding_mask or num_keys != query.shape[1]:
-            shape = (len(query), query.shape[1])
+            shape = (query.shape[0], query.shape[1])
             query_mask = arguments.check_padding("query_padding_mask", query_padding_mask, "B,Nq", shape, query)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):

@@ -164,7 +164,7 @@ class RotaryPositions(nn.Module):
 def rotate(x: Float[Tensor, "b *h n d"], rotation: Rotation) -> Float[Tensor, "b *h n d"]:
     """Return R_i x_i for every head and component: x (B,H,N,D) or (B,H,M,N,D)."""
     heads = (1,) * (x.dim() - 3)
-    cos, sin = (part.to(x.dtype).view(len(part), *heads, *part.shape[1:]) for part in rotation)
+    cos, sin = (part.to(x.dtype).view(part.shape[0], *heads, *part.shape[1:]) for part in rotation)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 

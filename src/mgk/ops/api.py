@@ -265,8 +265,11 @@ def implementation(impl: str, query: Tensor, value: Tensor, components: int = 0)
     check.check_choice("impl", impl, IMPLEMENTATIONS)
     width, dtype, gpu = max(query.shape[-1], value.shape[-1]), dtype_name(query.dtype), capability(query.device)
     without_tile = ""
-    decodes = dispatch.decodes(query.shape[2], torch.is_grad_enabled(), False, False, False)
-    if components and not decodes and query.device.type == "cuda":
+    if (
+        components
+        and query.device.type == "cuda"
+        and not dispatch.decodes(query.shape[2], torch.is_grad_enabled(), False, False, False)
+    ):
         without_tile = dispatch.no_tile("projected", dtype, width, components, gpu, bool(torch.version.hip))
     name, reason = dispatch.implementation(
         impl, query.device.type, dtype, width, HAS_TRITON, gpu, native.MISSING, without_tile
