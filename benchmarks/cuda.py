@@ -21,9 +21,10 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 import mgk
-from benchmarks import first_call
+from benchmarks import first_call, serving
 from benchmarks.operators import attend_and_grad, calls, error, explain, inputs_of, measure_problems, table
 from benchmarks.problems import CASES as CASES
+from benchmarks.problems import DECODER as DECODER
 from benchmarks.problems import VARIATIONS, Problem
 from mgk.environment import environment
 from mgk.files import write_json, write_text
@@ -34,7 +35,7 @@ from mgk.ops.measure import BACKENDS, BASELINE, MIXTURES, Method, capture, cuda_
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 CACHE = Problem("cache", 16, 16, 32768, 64)
 DEVICE = "cuda"
-PROBLEMS = {"operators": CASES, "variations": VARIATIONS}
+PROBLEMS = {"operators": CASES, "variations": VARIATIONS, "decoder": DECODER}
 
 
 def graph_milliseconds(work: Callable[[], object], rounds: int = 3) -> float:
@@ -151,12 +152,23 @@ PARTS: dict[str, Callable[..., Any]] = {
     **{name: partial(measure_problems, problems) for name, problems in PROBLEMS.items()},
     "compile_time": first_call.compile_times,
     "decode": decode,
+    "serving": serving.measure_serving,
     "numerics": numerics,
     "padded": padded,
     "growth": growth,
     "m_step": m_step,
     "modules": modules,
 }
+
+
+def window_speedup(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """How many times as fast as full causal attention of the same model a window is, where both were measured."""
+    times = {(row["case"], row["method"]): row["milliseconds"] for row in rows if "milliseconds" in row}
+    return {
+        method: {kind: whole[kind] / times["window", method][kind] for kind in ("forward", "train")}
+        for (case, method), whole in times.items()
+        if case == "no-window" and ("window", method) in times
+    }
 
 
 def versions() -> dict[str, str]:
@@ -177,6 +189,9 @@ def main(parts: Sequence[str], path: Path, cases: Sequence[str] = (), anchors: S
     for name in parts:
         selection = {"cases": cases, "anchors": anchors} if name in PROBLEMS else {}
         result[name] = PARTS[name](**selection)
+        if speedup := window_speedup(result[name]) if name == "decoder" else {}:
+            result["window over full causal"] = speedup
+            print("window over full causal", speedup, flush=True)
         if name in PROBLEMS:
             tables += table(result[name]) + "\n"
         else:

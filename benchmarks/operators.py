@@ -7,7 +7,6 @@ with the reason.
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from benchmarks import softmax
 from benchmarks.problems import Problem
 from benchmarks.softmax import ANCHORS, Contender
 from mgk.ops import measure, reference
+from mgk.ops.common import for_each_query_head
 from mgk.ops.measure import BACKENDS, BASELINE, Method, capture, in_turns
 from mgk.ops.options import Visibility
 from mgk.tables import Table
@@ -97,14 +97,16 @@ def compare(problem: Problem, anchors: Sequence[str]) -> list[dict[str, Any]]:
         row |= {"baseline": baseline, "without": without}
         if method.name in failed:
             row["failed"] = failed[method.name]
-        elif method.name in times and baseline:
-            row |= speedups(problem, method, times[method.name], baseline)
+        elif method.name in times:
+            row["milliseconds"] = times[method.name]
+            row |= speedups(problem, method, times[method.name], baseline) if baseline else {}
     return rows
 
 
 def row_of(problem: Problem, method: Method) -> dict[str, Any]:
     """Return what was measured and the error; "failed" says why it is not timed."""
-    features = {name: getattr(problem, name) for name in ("dtype", "tf32", "dropout", "padded")}
+    names = ("dtype", "tf32", "dropout", "padded", "kv_heads", "window")
+    features = {name: getattr(problem, name) for name in names}
     row: dict[str, Any] = {"case": problem.name, "shape": problem.shape, **features, "method": method.name}
     try:
         row["error"] = error(problem, method)
@@ -144,7 +146,6 @@ def speedups(
     """Compare the times of a mixture with the best of each kind."""
     best = {kind: min(baseline, key=lambda name: baseline[name][kind]) for kind in ours}
     result = {
-        "milliseconds": ours,
         "best": best,
         "speedup": {kind: baseline[best[kind]][kind] / ours[kind] for kind in TIMES},
         "memory": ours["peak_mib"] / baseline[best["peak_mib"]]["peak_mib"],
@@ -169,7 +170,7 @@ def options_of(problem: Problem) -> dict[str, Any]:
     """The options of a mixture that softmax's problem implies."""
     mask = problem.mask(DEVICE)
     masks = {} if mask is None else {"key_mask": mask, "query_mask": mask}
-    return {"is_causal": problem.is_causal, "dropout_p": problem.dropout, **masks}
+    return {"is_causal": problem.is_causal, "window": problem.window, "dropout_p": problem.dropout, **masks}
 
 
 def attend_and_grad(method: Method, inputs: dict[str, Tensor], grad: Tensor, **options: Any) -> dict[str, Tensor]:
@@ -215,13 +216,12 @@ def peak_mib(work: Callable[[], object]) -> float:
 def error(problem: Problem, method: Method, std: float = 1.0) -> dict[str, float]:
     """Return the relative error against float64 of output and gradients, divided by that of eager code.
 
-    Computed without dropout, on a part of the problem that has as many positions beyond whole blocks.
+    Computed on a part of the problem.
     """
-    length = min(problem.length, 384 + problem.length % 128)
-    small = dataclasses.replace(problem, batch=1, heads=4, length=length, dropout=0.0)
+    small = problem.small
     options = options_of(small)
     inputs = inputs_of(small, method, std)
-    grad = torch.randn_like(inputs["value"])
+    grad = torch.randn_like(inputs["query"])
     exact = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
     expected = attend_and_grad(method, exact, grad.double(), **options, impl="reference")
     found = attend_and_grad(method, inputs, grad, **options)
@@ -238,7 +238,8 @@ def error(problem: Problem, method: Method, std: float = 1.0) -> dict[str, float
 def eager_low_precision(problem: Problem, method: Method, inputs: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
     """Compute the formula as one would write it in the dtype of the inputs."""
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
-    query, key, value = leaves["query"], leaves["key"], leaves["value"]
+    query, heads = leaves["query"], leaves["query"].shape[1]
+    key, value = (for_each_query_head(leaves[name], heads) for name in ("key", "value"))
     if method.operator == "smgk":
         key = key[:, :, None] + leaves["shift"].to(query)[None, :, :, None]
     s2: float | Tensor = query.shape[-1] ** 0.5
@@ -252,7 +253,7 @@ def eager_low_precision(problem: Problem, method: Method, inputs: dict[str, Tens
     else:
         scores = scores.amax(2)
     mask = problem.mask(DEVICE)
-    visible = reference.visible_pairs(query, key.shape[-2], Visibility(problem.is_causal, key_mask=mask))
+    visible = reference.visible_pairs(query, key.shape[-2], Visibility(problem.is_causal, problem.window, mask))
     output = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
     if mask is not None:
         output = output * mask[:, None, :, None]
@@ -289,7 +290,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             best = row["best"]["train"]
             speeds = [f"{row['speedup'][kind]:.2f}" for kind in ("forward", "backward", "train")]
             cells = [*speeds, best, *(f"{row['tflops'][name]['train']:.0f}" for name in (best, row["method"]))]
-        body.append([row["case"], Problem("", *row["shape"]).label, row["method"], *cells])
+        batch, heads, length, width, causal = row["shape"]
+        label = Problem("", batch, heads, length, width, causal, row.get("kv_heads"), row.get("window")).label
+        body.append([row["case"], label, row["method"], *cells])
     reasons = {f"{row['case']}, {row['method']}: {row['failed']}\n" for row in rows if "failed" in row}
     reasons |= {f"{row['case']}, {name}: {why}\n" for row in rows for name, why in row["without"].items()}
     return Table(header, body, left=(0, 1, 2)).markdown() + "".join(

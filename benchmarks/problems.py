@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ class Problem(Case):
     dropout: float = 0.0
     padded: bool = False  # half of the positions are padding
     methods: tuple[Method, ...] = SOFT
+
+    @property
+    def small(self) -> Problem:
+        """A part that can be computed densely, with as many positions beyond whole blocks, without dropout."""
+        length = min(self.length, 384 + self.length % 128)
+        group = self.heads // (self.kv_heads or self.heads)
+        heads = max(4, 2 * group)
+        kv_heads = None if self.kv_heads is None else heads // group
+        window = None if self.window is None else min(self.window, length // 4)
+        return replace(self, batch=1, heads=heads, kv_heads=kv_heads, length=length, window=window, dropout=0.0)
 
     @property
     def shape(self) -> tuple[int, int, int, int, bool]:
@@ -57,6 +67,8 @@ class Problem(Case):
     @property
     def pairs(self) -> float:
         """Pairs of a query and a key that it sees, in one head of the whole batch."""
+        if self.window is not None:
+            return self.batch * self.window * (self.length - (self.window - 1) / 2)
         return float(self.lengths.double().square().sum()) / (2 if self.is_causal else 1)
 
     def tflops(self, direction: str, milliseconds: float) -> float:
@@ -82,6 +94,12 @@ CASES = (
     Problem("long", 4, 16, 8192, 64, is_causal=True, methods=MIXTURES),
     Problem("long-wide", 4, 16, 8192, 128, is_causal=True, methods=MIXTURES),
 )
+DECODER = (  # what a decoder of today has: grouped queries, and windows
+    Problem("grouped", 2, 16, 8192, 128, is_causal=True, kv_heads=4, methods=SOFT),
+    Problem("window", 4, 16, 16384, 64, is_causal=True, window=1024, methods=SOFT),
+    Problem("no-window", 4, 16, 16384, 64, is_causal=True, methods=SOFT),
+)
+CACHE = Problem("cache", 16, 16, 32768, 128, kv_heads=4)
 VARIATIONS = (
     Problem("components", 8, 16, 4096, 64, methods=(*COMPONENTS, Method("smgk", variances=True))),
     Problem("float16", 8, 16, 4096, 64, dtype="float16"),

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ast
 import html
-import inspect
 import io
 import json
 import posixpath
 import re
 import textwrap
 from contextlib import redirect_stdout, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 # Files of the repository that are pages, by their path from the root.
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ALIASES = {"ModelConfig", "Batch", "RECIPES"}  # public names of types and of a table: nothing to describe
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOK = ROOT / "examples" / "explore.ipynb"
 LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)]*)?\)")
@@ -72,15 +71,21 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     return FORMULA.sub(mathml, content)
 
 
+def public(package: str) -> list[str]:
+    """Return `__all__` of a package of mgk, without importing it."""
+    body = ast.parse((ROOT / "src" / "mgk" / package / "__init__.py").read_text()).body
+    (found,) = (
+        node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return [name for name in ast.literal_eval(found) if name not in ALIASES]
+
+
 def unlisted(markdown: str) -> str:
     """Return entries for public names that a page of the reference does not have, of the packages it is about."""
     listed = set(re.findall(r"^::: mgk\.(\w+)\.(\w+)", markdown, re.MULTILINE))
-    more = []
-    for package in sorted({package for package, _ in listed}):
-        module = import_module(f"mgk.{package}")
-        for name in sorted(set(module.__all__) - {name for _, name in listed}):
-            if inspect.isclass(found := getattr(module, name)) or inspect.isfunction(found):
-                more.append(f"::: mgk.{package}.{name}\n")
+    names = {name for _, name in listed}
+    packages = sorted({package for package, _ in listed})
+    more = [f"::: mgk.{package}.{name}\n" for package in packages for name in public(package) if name not in names]
     return "\n".join(["\n## More\n", *more]) if more else ""
 
 

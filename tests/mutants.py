@@ -190,6 +190,12 @@ MUTANTS = (
     ),
     Mutant("src/mgk/merge/normalised.py", "second).conj()", "second)", "tests/merge/test_families.py -k qwen3"),
     Mutant("src/mgk/merge/layers.py", "+ self.family.norm_offset", "", "tests/merge/test_families.py -k gemma3"),
+    Mutant(
+        "src/mgk/merge/static.py",
+        ": value_states.shape[1]]",
+        ": key_states.shape[1]]",
+        "tests/merge/test_families.py -k llama",
+    ),
     Mutant("src/mgk/merge/layers.py", "        model.eval()\n", "", "tests/merge/test_calibration.py"),
     Mutant("src/mgk/merge/layers.py", "        model.train(training)\n", "", "tests/merge/test_calibration.py"),
     Mutant(

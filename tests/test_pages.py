@@ -41,6 +41,7 @@ SMALL = {
     "compare lm": f"{LANGUAGE} --seeds 1",
     "figures": "--length 16",
     "generate": "--tokens 4",
+    "convert --from": "--finetune 2",
     "bench": "--shapes 1,2,16,8 --rounds 1 --device cpu",
 }
 
@@ -128,6 +129,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a small enwik8.zip, and a place for prepared data."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MGK_DATA", str(tmp_path / "data"))
+    Path("weights").symlink_to(ROOT / "weights")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(2000)]
     with zipfile.ZipFile("enwik8.zip", "w") as archive:

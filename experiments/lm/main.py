@@ -15,11 +15,12 @@ import argparse
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mgk.data
 from experiments import reproduce
 from experiments.cells import Cell, Tally, run_cells
 from experiments.cells.records import path_of, stale
@@ -30,6 +31,7 @@ from experiments.lm.report import FIGURES, missing_figures, report
 from experiments.lm.tasks import TASKS
 from experiments.reproduce.pack import unpack
 from mgk.files import write_text
+from mgk.train.data import options as data_options
 
 RUNS, REPORT = Path("runs") / "lm", Path("docs") / "study.md"
 ROW_MINUTES = 0.7  # to time a step of one row, with compilation
@@ -47,12 +49,6 @@ ORDER = (
     "translation",
     "lra-modern",
 )
-DATA = {
-    "scale": "enwiki",
-    "lra": "elife, lra-image",
-    "translation": "multi30k",
-    "lra-modern": "lra-image, imdb",
-}  # prepared sets of a piece; the others read enwik8
 LRA_MINUTES = 5.0
 
 
@@ -143,9 +139,10 @@ def time_steps(cells: Sequence[Any], folders: Folders, left: float | None, optio
 
 
 def plan(folders: Folders) -> str:
-    """Return what remains of each piece, and the command of the next session."""
+    """Return what remains of each piece, and the commands of the next session."""
     found = folders.records()
-    lines, total, sets = [], 0.0, []
+    sets: dict[str, str] = {}  # prepared data, and the first piece that needs it
+    lines, total = [], 0.0
     for piece in ORDER:
         cells = remaining(piece, found, folders)
         if cells is None:
@@ -156,21 +153,31 @@ def plan(folders: Folders) -> str:
         what = "rows to time" if piece == "steps" else "cells"
         following = f", next {cells[0].name}" if cells else ""
         lines.append(f"{piece:14} {len(cells):3} {what}, about {minutes:.0f} minutes of an H200{following}")
-        if cells:
-            sets.append(DATA.get(piece, "enwik8"))
+        for cell in cells:
+            sets.setdefault(data_of(cell), piece)
     lines.append(f"{'':14} about {total:.0f} minutes in all, without the pieces that wait")
-    if sets:
-        needed = list(dict.fromkeys(name for names in sets for name in names.split(", ")))
-        lines += [
-            "",
-            f"data, in the order of need: {', '.join(needed)}; pack one file with",
-            f"    python -m experiments.reproduce.pack data {needed[0]} --to .carry/data.tar.xz",
-            "a session, with .carry beside the code:",
-            "    python -m experiments.lm --data .carry/data.tar.xz --minutes 8.5 --save $OUT/records.tar",
-            "the last command of a session on a machine that keeps nothing: the same with --last",
-            "then, in the repository: tar -xf records.tar",
-        ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(commands(sets) if sets else [])])
+
+
+def data_of(cell: Cell) -> str:
+    """Return the name of the folder with the prepared data of a cell."""
+    data = cell.config.data
+    return mgk.data.folder(data.name, **data_options(cell.config)).name
+
+
+def commands(sets: Mapping[str, str]) -> list[str]:
+    """Return the commands of a session, given the data sets that are needed and the first piece that needs each."""
+    needed = [name for name in sets if name != "listops"]  # which a session generates
+    return [
+        "",
+        f"data, and the first piece that needs it: {', '.join(f'{name} ({sets[name]})' for name in needed)}",
+        "pack what the next pieces need, here:",
+        f"    python -m experiments.reproduce.pack data {needed[0]} --to .carry/data.tar.xz",
+        "a command of a session, with .carry beside the code; the same command goes on:",
+        "    PYTHONPATH=src:.carry/extra python -m experiments.lm --data .carry/data.tar.xz --minutes 8.5 "
+        "--save $OUT/records.tar",
+        "add --last to the last command on a machine that keeps nothing; then, here: tar -xf records.tar",
+    ]
 
 
 def check(folders: Folders, out: Path) -> None:

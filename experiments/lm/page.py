@@ -19,7 +19,7 @@ ASKED = """## What was asked
 
 Is a language model of a given quality cheaper with mixture keys than with what one would use otherwise: fewer softmax
 heads, wider ones, or grouped queries? {trainings} trainings were judged by rules that had been fixed before them
-([experiments/PLAN.md](../experiments/PLAN.md)). A verdict is about one comparison: its gain is the relative difference
+(`experiments/PLAN.md`). A verdict is about one comparison: its gain is the relative difference
 of the test scores, positive if the first row is better, with a 95% interval over the seeds of both rows. All tables are
 in [study.md](study.md).
 """

@@ -11,13 +11,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from benchmarks import attention, cpu, cuda, first_call, operators, softmax
+from benchmarks import attention, cpu, cuda, first_call, operators, serving, softmax
 from benchmarks.problems import Problem
 from mgk.ops import measure
 from mgk.ops.measure import Case, Method
@@ -181,15 +182,18 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0
 
     def in_turns(works: dict[str, Callable[[], object]]) -> dict[str, float]:
-        return {name: milliseconds(work) * (2 if "train" in work.__qualname__ else 1) for name, work in works.items()}
+        trains = {name: "train" in getattr(work, "__qualname__", "") for name, work in works.items()}
+        return {name: milliseconds(work) * (1 + trains[name]) for name, work in works.items()}
 
-    for module, patches in {
+    patched: dict[Any, dict[str, Any]] = {
         cuda: {
             "DEVICE": "cpu", "CASES": TINY, "CACHE": TINY[0], "sdpa_kernel": nullcontext,
             "graph_milliseconds": milliseconds, "cuda_milliseconds": milliseconds,
         },
+        measure: {"capture": lambda work: work, "in_turns": in_turns},
         operators: {"DEVICE": "cpu", "capture": lambda work: work, "in_turns": in_turns, "peak_mib": milliseconds},
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for module, patches in patched.items():
         for name, value in patches.items():
             monkeypatch.setattr(module, name, value)
     monkeypatch.setitem(cuda.PARTS, "operators", partial(operators.measure_problems, TINY))
@@ -268,10 +272,68 @@ def test_half_of_a_padded_batch_is_padding() -> None:
     assert problem.pairs == float(problem.lengths.double().square().sum())
 
 
+GROUPED = Problem("grouped", 2, 8, 48, 8, is_causal=True, dtype="float32", kv_heads=4, methods=measure.MIXTURES[::2])
+WINDOW = Problem("window", 1, 4, 48, 8, is_causal=True, dtype="float32", window=7)
+
+
+def test_grouped_queries_and_windows_are_measured(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Softmax has twice the heads of both kinds. A window is compared with the same model without one."""
+    problems = (GROUPED, WINDOW, replace(WINDOW, name="no-window", window=None))
+    monkeypatch.setattr(cuda, "PROBLEMS", {"decoder": problems})
+    monkeypatch.setitem(cuda.PARTS, "decoder", partial(operators.measure_problems, problems))
+    cuda.main(["decoder"], tmp_path / "bench.json", anchors=["flash"])
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["window over full causal"]["smgk soft"] == {"forward": 1.0, "train": 1.0}
+    rows = {(row["case"], row["method"]): row for row in found["decoder"]}
+    assert {name: row.get("failed") for name, row in rows.items()} == dict.fromkeys(rows)
+    assert rows["grouped", "smgk soft"]["kv_heads"] == 4
+    assert rows["grouped", "smgk soft"]["without"] == {}
+    assert rows["grouped", "smgk soft"]["speedup"]["train"] == 1.0
+    assert rows["grouped", "mgk soft"]["error"].keys() >= {"output", "key"}
+    inputs = operators.inputs_of(GROUPED, Method("smgk"))
+    assert (inputs["query"].shape[1], inputs["key"].shape[1]) == (4, 2)
+    assert "2, 8/4, 48, 8 causal" in (tmp_path / "bench.md").read_text()
+    assert "1, 4, 48, 8 window 7" in (tmp_path / "bench.md").read_text()
+
+
+def test_the_decoder_problems_are_those_of_the_claims() -> None:
+    grouped, window, whole = cuda.DECODER
+    assert (*grouped.shape[1:4], grouped.kv_heads) == (16, 8192, 128, 4)
+    assert (window.length, window.width, window.window) == (16384, 64, 1024)
+    assert replace(window, name=whole.name, window=None) == whole
+    cache = serving.CACHE
+    assert (cache.batch, cache.heads, cache.kv_heads, cache.length, cache.width) == (16, 16, 4, 32768, 128)
+    assert window.pairs == sum(min(i + 1, 1024) for i in range(16384)) * window.batch
+
+
+def test_serving_is_checked_and_timed(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: softmax and mixtures, contiguous and in pages; a wrong result is not timed."""
+    monkeypatch.setattr(serving, "PAGE", 16)
+    small = Problem("cache", 2, 8, 72, 8, kv_heads=4, dtype="float32")
+    found = serving.measure_serving(small)
+    ours = {f"{method.name}{pages}" for method in serving.METHODS for pages in ("", ", pages")}
+    assert set(found["rows"]) >= ours | {"softmax, sdpa flash", "softmax, pages"}
+    row = found["rows"]["smgk soft, pages"]
+    assert row["tokens per second"] == pytest.approx(2000)
+    assert row["share of bandwidth"] * operators.LIMITS["bytes"] == pytest.approx(2 * 2 * 72 * 16 * 4 / 1e-3)
+    real = serving.in_pages
+
+    def spoiled(inputs: dict[str, Tensor]) -> Any:
+        pools, pages = real(inputs)
+        return pools, pages._replace(table=pages.table.roll(1, 0))
+
+    monkeypatch.setattr(serving, "in_pages", spoiled)
+    found = serving.measure_serving(small)
+    wrong = {name for name, reason in found["failed"].items() if reason.startswith("WrongResultError")}
+    assert wrong == {"softmax, pages", "smgk soft, pages", "mgk soft, pages"}
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")  # on a CPU
 @pytest.mark.parametrize("name", ["flex", "flex flash"])
 def test_flex_attention_agrees_with_sdpa(name: str, on_cpu: None) -> None:
-    for problem in (*TINY, replace(TINY[0], padded=True)):
+    for problem in (*TINY, replace(TINY[0], padded=True), GROUPED):
         leaves = measure.make_inputs(problem, measure.BASELINE, device="cpu", dtype=torch.float32)
         inputs = {name: tensor.detach() for name, tensor in leaves.items()}
         mask = problem.mask("cpu")

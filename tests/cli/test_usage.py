@@ -80,7 +80,10 @@ USAGE = [
     ("data list all", "'all': not expected here"),
     ("convert", "PATHS: expected what to convert and the folder to write, got 0 paths"),
     ("convert a", "PATHS: expected what to convert and the folder to write, got 1 paths"),
-    ("convert --from gpt2 out", "--from: expected --heads-to-mixtures (or --drop) with it, got neither"),
+    (
+        "convert --from gpt2 out",
+        "--from: expected one of --heads-to-mixtures, --drop and --pool with it, got 0 of them",
+    ),
     # Files and folders
     ("eval nowhere", "nowhere: expected the folder of a run"),
     ("figures nowhere", "nowhere: expected the folder of a run"),
@@ -161,6 +164,15 @@ def test_root_is_another_name_of_data_root(tmp_path: Path) -> None:
     for name in ("--root", "--data-root"):
         given = cli.parse(["data", "list", name, str(tmp_path)]).keywords  # type: ignore[attr-defined]
         assert given == {"data_root": tmp_path}
+
+
+def test_an_error_shows_control_characters_as_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may quote a file of a stranger, which could command the terminal."""
+    (tmp_path / "config.json").write_text('{"model": {"kind": "language", "a\\u001b[2J\\u0007": 1}}')
+    assert cli.main(["eval", str(tmp_path)]) != 0
+    error = capsys.readouterr().err
+    assert "a\\x1b[2J\\x07: no such field" in error
+    assert "\x1b" not in error
 
 
 def test_an_error_of_the_system_has_no_number(

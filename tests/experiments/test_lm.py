@@ -231,7 +231,12 @@ def test_a_session_goes_on_where_one_stopped(
     pieces_ = ["sweep", "noise", "main", "steps"]
     assert main([*small, "--pieces", "sweep"]) == 0
     assert main([*small, "--plan"]) == 0
-    assert re.search(r"sweep +0 cells.*\nnoise +2 cells.*next nano/softmax-h8-s0", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(r"sweep +0 cells.*\nnoise +2 cells.*next nano/softmax-h8-s0", said)
+    assert re.search(
+        r"data, .*: enwik8 \(noise\), enwiki-\w{8} \(scale\), elife \(lra\), lra-image \(lra\), multi30k", said
+    )
+    assert "experiments.reproduce.pack data enwik8 --to" in said
     assert main([*small, "--pieces", *pieces_, "--save", str(tmp_path / "out" / "records.tar")]) == 0
     assert "4 cells finished" in capsys.readouterr().out  # two of noise, and two of sMGK 4
     assert len(Folders(tmp_path / "lm", tmp_path / "cells", tmp_path / "runs").records()) == 8

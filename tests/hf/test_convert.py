@@ -184,7 +184,7 @@ def test_a_model_without_a_record_becomes_a_run(tmp_path: Path) -> None:
 
 def test_the_command_generates(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = runs["enwik8"]
-    options: dict[str, Any] = {"prompt": "Lic", "tokens": 6, "data_root": root, "device": "cpu"}
+    options: dict[str, Any] = {"prompt": "Lic", "tokens": 6, "device": "cpu"}  # a run knows the folder of its data
     shown = []
     run_to_hf(root / "run", tmp_path / "hf", data_root=root)
     for folder in (root / "run", root / "run", tmp_path / "hf"):
@@ -193,7 +193,7 @@ def test_the_command_generates(runs: dict[str, Path], tmp_path: Path, capsys: py
     assert shown[0] == shown[1]  # same seed
     assert all(text.endswith("\n") and len(text) > 1 for text in shown)
     generate(root / "run", **options, beams=2, sample=False)
-    generate(runs["wikitext2"] / "run", **options | {"prompt": "the License", "data_root": runs["wikitext2"]})
+    generate(runs["wikitext2"] / "run", **options | {"prompt": "the License"})
     assert capsys.readouterr().out.strip()
     with pytest.raises(ValueError, match="expected a language model, got a classifier"):
         generate(runs["lra-text"] / "run", prompt="x")

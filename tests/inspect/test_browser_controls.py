@@ -77,6 +77,7 @@ def test_keyboard(show: Show, two: Any) -> None:
     assert not any(part in address(tab) for part in ("zoom", "view", "token"))
     tab.keyboard.press("?")
     assert tab.locator("#help").is_visible()
+    assert tab.locator("#help").evaluate("(e) => e.scrollTop") == 0
     tab.keyboard.press("Escape")
     assert not tab.locator("#help").is_visible()
 

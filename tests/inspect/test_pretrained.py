@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,14 @@ def test_the_command(gpt2: str, tmp_path: Path) -> None:
         assert data["title"] == "Inside attention"
         assert "".join(data["models"][0]["tokens"]) == "<b>abc</b>"
         assert data["models"][0]["answer"]["what"] == "next token"
+
+
+def test_folders_of_the_same_name_are_told_apart(gpt2: str, tmp_path: Path) -> None:
+    shutil.copytree(gpt2, tmp_path / Path(gpt2).name)
+    names = (gpt2, str(tmp_path / Path(gpt2).name))
+    commands.explore((), hf=names, text="abc", out=tmp_path / "page.html")
+    data = embedded((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert tuple(model["name"] for model in data["models"]) == names
 
 
 def test_damaged_weights_are_not_shown(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from transformers.models.modernbert import modeling_modernbert
 from transformers.models.olmo2 import modeling_olmo2
 
 from mgk.merge import merge_heads
-from mgk.merge.attention import warn_dense_weights
+from mgk.merge.attention import IMPLEMENTATION, warn_dense_weights
+from mgk.merge.calibration import attention
 from mgk.merge.families import FAMILIES
 from mgk.merge.layers import layers_of
 from mgk.merge.static import MixtureStaticCache
@@ -131,7 +132,8 @@ def test_a_merged_model_generates_with_its_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma2"])  # its eager function is replaced above
-def test_attention_weights_of_equal_heads_are_those_of_transformers(name: str) -> None:
+def test_attention_weights_are_those_of_transformers(name: str) -> None:
+    """Those that a merged model returns for equal heads, and those that merging computes of the original."""
     model, batch = family_model(name)
     twin(model)
     small, _ = merge_heads(model, [batch])
@@ -145,6 +147,11 @@ def test_attention_weights_of_equal_heads_are_those_of_transformers(name: str) -
         )
     for one, two in zip(wanted, found, strict=True):  # (B,H,N,N)
         torch.testing.assert_close(two, one[:, : two.shape[1]], rtol=0, atol=2e-7)  # a softmax in float32
+    model.set_attn_implementation(IMPLEMENTATION)  # as merging calls it: with the mask as (B,N)
+    with torch.no_grad():
+        for one, layer in zip(wanted, layers_of(model), strict=True):
+            dense = attention(layer.read(), layer.sample(model, batch)).transpose(0, 1)
+            torch.testing.assert_close(dense, one, rtol=0, atol=2e-7)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

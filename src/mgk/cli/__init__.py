@@ -32,6 +32,7 @@ try:
     from mgk.cli.parsing import Action, Command, function, group
     from mgk.data import DataError
     from mgk.train.checkpoint import CheckpointError
+    from mgk.train.sample import visible
 except ImportError as error:
     message = f"mgk: error: {error}{what_to_install(error)}"
     if "pip install" in message:
@@ -88,10 +89,13 @@ def is_usage(error: Exception) -> bool:
 
 
 def told(error: Exception) -> str:
-    """Return the message of an error in one line, without numbers of the operating system."""
+    """Return the message of an error in one line, without numbers of the operating system.
+
+    It may quote a file of a stranger: control characters are shown as codes.
+    """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
-    return " ".join(str(error).split()) or type(error).__name__
+        return visible(f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}")
+    return visible(" ".join(str(error).split())) or type(error).__name__
 
 
 def parse(words: Sequence[str]) -> Action:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -116,6 +117,8 @@ def _page(runs: list[Run], names: tuple[str, ...], text: str | None, index: int 
         for name in names:
             check_sums(Path(name))
         others = [pretrained_model(name, text or "", length=length) for name in names]
+        if len({model.name for model in others}) < len(others):  # folders of the same name: show where they are
+            others = [replace(model, name=name) for model, name in zip(others, names, strict=True)]
     layers = sum(run.config.model.layers for run in runs) + sum(len(model.layers) for model in others)
     with Progress("explore", layers) as progress:
         return explore_page(

@@ -11,7 +11,7 @@ of options is a set of its own, in a separate folder.
 """
 
 from mgk.data.batches import Batches, Evaluation, evaluation, stream
-from mgk.data.registry import Description, describe, load, names, prepare, verify
+from mgk.data.registry import Description, describe, folder, load, names, prepare, verify
 from mgk.data.splits import Batch, Images, Pairs, Sequences, Split, Stream, Translations
 from mgk.data.store import DataError, Prepared, prepared, root
 
@@ -30,6 +30,7 @@ __all__ = [
     "Translations",
     "describe",
     "evaluation",
+    "folder",
     "load",
     "names",
     "prepare",

@@ -242,6 +242,11 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def folder(name: str, *, root: str | Path | None = None, **options: Any) -> Path:
+    """Return the folder of a set that is prepared with these options, whether it is there or not."""
+    return _folder(name, root, _chosen(name, options))
+
+
 def load(name: str, *, root: str | Path | None = None, verify: bool = False, **options: Any) -> Prepared:
     """Open the set prepared with these options and compare its files with their checksums.
 

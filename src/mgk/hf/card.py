@@ -12,6 +12,8 @@ from mgk.hf.models import CLASSES
 from mgk.tables import Table
 from mgk.variants import LABELS, MIXTURES
 
+OWN = "text"  # the data set of users' own files
+
 
 def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None = None) -> str:
     """Return the text of a model card.
@@ -23,10 +25,11 @@ def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None
     """
     task, record = CLASSES[config.kind], record or {}
     settings, result = record.get("config"), record.get("result")
+    data = settings["data"]["name"] if settings else ""
     mixture = f", {config.components} components each" if config.attention in MIXTURES else ""
     lines = [
         "---", "library_name: transformers", f"pipeline_tag: {task.pipeline}", "tags:", "- mgk",
-        "- mixture-keys", *([f"datasets:\n- {json.dumps(settings['data']['name'])}"] if settings else []), "---", "",
+        "- mixture-keys", *([f"datasets:\n- {json.dumps(data)}"] if data not in ("", OWN) else []), "---", "",
         f"# {plain(settings['recipe']) if settings else config.kind}, {config.attention}, {config.heads} heads", "",
         f"A transformer with {LABELS[config.attention]} attention: {config.layers} layers of width {config.width}, "
         f"{config.heads} heads of width {config.head_dim or config.width // config.heads}{mixture}; "
@@ -42,9 +45,9 @@ def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None
     if settings:
         o = settings["optimiser"]
         lines += [
-            f"Trained on {plain(settings['data']['name'])} with {plain(o['kind'])} (learning rate {o['lr']:g}, "
-            f"{plain(o['schedule'])}), batches of {settings['data']['batch']:d}, seed {settings['seed']:d}; "
-            "the full record is in `mgk_run/`.",
+            f"Trained on {'a text of its own' if data == OWN else plain(data)} with {plain(o['kind'])} "
+            f"(learning rate {o['lr']:g}, {plain(o['schedule'])}), batches of {settings['data']['batch']:d}, "
+            f"seed {settings['seed']:d}; the full record is in `mgk_run/`.",
             "",
         ]
     if record.get("starts"):

@@ -38,7 +38,7 @@ class WrongResultError(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. The baseline uses all `heads`, a mixture half of them."""
+    """One attention problem. The baseline uses all `heads`, a mixture half of them; the same for `kv_heads`."""
 
     name: str
     batch: int
@@ -46,6 +46,8 @@ class Case:
     length: int
     width: int
     is_causal: bool = False
+    kv_heads: int | None = None  # heads of keys and values of the baseline; None is `heads`
+    window: int | None = None  # of a causal mask
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "length", "width"):
@@ -53,11 +55,15 @@ class Case:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.heads % 2:
             raise ValueError(f"heads: expected an even number, which a mixture can halve, got {self.heads}")
+        if self.kv_heads is not None and (self.kv_heads % 2 or self.heads % self.kv_heads):
+            raise ValueError(f"kv_heads: expected an even divisor of heads = {self.heads}, got {self.kv_heads}")
 
     @property
     def label(self) -> str:
-        """E.g. "32, 8, 4096, 32 causal": B, H, N, D."""
-        return f"{self.batch}, {self.heads}, {self.length}, {self.width}{' causal' if self.is_causal else ''}"
+        """E.g. "32, 8, 4096, 32 causal": B, H, N, D. With heads of keys and values: "32, 8/2, 4096, 32"."""
+        heads = f"{self.heads}" if self.kv_heads is None else f"{self.heads}/{self.kv_heads}"
+        seen = f" window {self.window}" if self.window else " causal" if self.is_causal else ""
+        return f"{self.batch}, {heads}, {self.length}, {self.width}{seen}"
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,16 @@ def make_inputs(
     def leaf(*shape: int) -> Tensor:
         return (std * normal(*shape)).to(dtype).requires_grad_()
 
-    heads = case.heads if method == BASELINE else case.heads // 2
+    share = 1 if method == BASELINE else 2
+    heads, kv_heads = case.heads // share, (case.kv_heads or case.heads) // share
     components = (method.components,) if method.operator == "mgk" else ()
     inputs = {
         "query": leaf(case.batch, heads, case.length, case.width),
-        "key": leaf(case.batch, heads, *components, case.length, case.width),
+        "key": leaf(case.batch, kv_heads, *components, case.length, case.width),
     }
     if method.operator == "smgk":
         inputs["shift"] = normal(heads, method.components, case.width).to(wide).requires_grad_()
-    inputs["value"] = leaf(case.batch, heads, case.length, case.width)
+    inputs["value"] = leaf(case.batch, kv_heads, case.length, case.width)
     if method != BASELINE and method.e_step == "soft":  # the hard E-step does not use the prior
         inputs["log_prior"] = normal(heads, method.components).to(wide).log_softmax(-1).requires_grad_()
     if method.variances:
@@ -187,13 +194,13 @@ def last(name: str, tensor: Tensor, rows: int) -> Tensor:
     return tensor[:, -1:, -rows:] if name in ("query", "output") else tensor[:, -1:]
 
 
-def attend_densely(method: Method, inputs: dict[str, Tensor], *, is_causal: bool) -> Tensor:
+def attend_densely(method: Method, inputs: dict[str, Tensor], *, is_causal: bool, window: int | None = None) -> Tensor:
     """Compute the dense formula. Its causal mask is lower-right aligned, so the last queries suffice."""
     if method != BASELINE:
-        return attend(method, inputs, is_causal=is_causal, impl="reference")
+        return attend(method, inputs, is_causal=is_causal, window=window, impl="reference")
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     scores = query @ key.mT / query.shape[-1] ** 0.5
-    visible = reference.visible_pairs(query, key.shape[-2], Visibility(is_causal))
+    visible = reference.visible_pairs(query, key.shape[-2], Visibility(is_causal, window))
     out: Tensor = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
     return out
 

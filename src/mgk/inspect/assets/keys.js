@@ -68,9 +68,9 @@ const MEANINGS = [
 function makeHelp() {
   const list = (entries) => make("dl", {}, ...entries.flatMap(([key, text]) => [make("dt", { textContent: key }), make("dd", { textContent: text })]));
   byId("help").append(make("form", { method: "dialog" },
+    make("button", { className: "close", textContent: "Close" }), // first: a dialog scrolls to what it focuses
     make("h2", { textContent: "Keyboard shortcuts" }), list(HELP),
-    make("h2", { textContent: "Definitions" }), list(MEANINGS),
-    make("button", { textContent: "Close" })));
+    make("h2", { textContent: "Definitions" }), list(MEANINGS)));
 }
 
 function listenToKeys() {
