@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -218,3 +221,21 @@ def test_the_linear_family_refuses_assisted_decoding_at_once(kind: str) -> None:
         made.generate(tokens, max_new_tokens=2, prompt_lookup_num_tokens=2, pad_token_id=0)
     with pytest.raises(ValueError, match="cannot remove the tokens"):
         make("language").generate(tokens, max_new_tokens=2, assistant_model=made, pad_token_id=0)
+
+
+def test_a_folder_loads_without_importing_mgk(tmp_path: Path) -> None:
+    """With `trust_remote_code=True`, in a process that has not imported `mgk.hf`; without it, it asks for that."""
+    make("language", cutoffs=()).save_pretrained(tmp_path / "model")
+    code = (
+        "import sys, transformers\n"
+        "load = transformers.AutoModelForCausalLM.from_pretrained\n"
+        "try:\n    load(sys.argv[1])\nexcept ValueError as error:\n    assert 'trust_remote_code' in str(error)\n"
+        "else:\n    raise SystemExit('loaded code that nobody allowed')\n"
+        "print(type(load(sys.argv[1], trust_remote_code=True)).__module__)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model")], capture_output=True, text=True, check=False,
+        stdin=subprocess.DEVNULL, env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip().endswith("mgk.hf.models")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from mgk.files import write_text
 from mgk.hf.cache import MGKCache, adopt, stack_of
 from mgk.hf.config import MGKConfig
 from mgk.hf.inputs import Texts, check_options, read_texts
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 HEADS = ("output", "lm_head", "classifier")  # modules of `mgk.models` that a base model does not have
 UNEXPECTED = [rf"^mgk\.{head}\." for head in HEADS] + [r"^(score|qa_outputs|output)\."]  # in files of other tasks
+LOADER = "modeling_mgk"  # the module of a folder that Transformers imports if it may
+LOADING = '"""Loads mgk, which must be installed: pip install \'mgk[hf]\'."""\n\nfrom mgk.hf import *  # noqa: F403\n'
 CACHE = 3  # the place of the cache in the arguments of `Block.forward`
 
 
@@ -124,6 +128,15 @@ class MGKPreTrainedModel(SummedModel):
             raise OSError(
                 f"{pretrained_model_name_or_path}: damaged weights ({error}); download the file again"
             ) from None
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the model, with a file by which `trust_remote_code=True` finds mgk where `mgk.hf` is not imported."""
+        self.config.auto_map = {"AutoConfig": f"{LOADER}.MGKConfig", self.auto: f"{LOADER}.{type(self).__name__}"}  # type: ignore[misc]
+        self.config.auto_map["AutoModel"] = f"{LOADER}.MGKModel"
+        if (args[0] if args else kwargs.get("is_main_process", True)) and not Path(save_directory).is_file():
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_text(Path(save_directory) / f"{LOADER}.py", LOADING)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:

@@ -58,6 +58,8 @@ def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None
     lines += [
         "```python", "import mgk.hf  # pip install 'mgk[hf]'", f"from transformers import {task.auto}", "",
         f'model = {task.auto}.from_pretrained("this folder or its name on the hub")', "```", "",
+        "Without the import, `trust_remote_code=True` loads `modeling_mgk.py`, which imports `mgk.hf`; mgk must be "
+        "installed either way.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

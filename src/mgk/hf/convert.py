@@ -38,7 +38,7 @@ from mgk.train.data import root_of
 
 RECORD = "mgk_run"
 RECORDED = ("config.json", "run.json", "log.jsonl", "result.json")
-SUMMED = (*WRITTEN, "tokenizer*", "special_tokens_map.json", f"{RECORD}/*")
+SUMMED = (*WRITTEN, "preprocessor_config.json", "tokenizer*", "special_tokens_map.json", f"{RECORD}/*")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from mgk.files import checksum, read_json, write_json
 
 SUMS = "mgk_sums.json"
-WRITTEN = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+WRITTEN = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "modeling_mgk.py",
+)
 """What `save_pretrained` of a model writes."""
 
 
