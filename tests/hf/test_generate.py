@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import Fp8QuantizedLayer
 
 from mgk.hf import MGKCache
+from mgk.hf.cache import stack_of
 from mgk.variants import LINEAR
 from tests.hf.common import make
 from tests.models.common import KINDS, MODERN
@@ -121,6 +123,40 @@ def test_a_window_is_cached_as_it_is_computed(kind: str, every: int | None) -> N
         generate(model, tokens[1:], prompt_lookup_num_tokens=3)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk"])
+def test_a_quantised_cache_is_that_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "quantised" numbers of float32 it gives the tokens of another cache; with those of 8 bits it is smaller."""
+    model, (tokens, mask) = make("language", kind), prompts(kind)
+    options: dict[str, Any] = {
+        "cache_implementation": "quantized", "cache_config": {"backend": "fp8"}, "return_dict_in_generate": True,
+    }  # fmt: skip
+    first = generate(model, tokens, mask, **options)
+    small = first.past_key_values
+    plain = generate(model, tokens, mask, return_dict_in_generate=True).past_key_values
+    scales = 2 * 4 * len(plain.layers)  # bytes: one of the keys, one of the values
+    assert stack_of(small).bytes == plain.bytes // 4 + scales
+    small.reset()
+    assert small.get_seq_length() == 0
+    assert torch.equal(generate(model, tokens, mask, past_key_values=small), first.sequences)
+    with pytest.raises(ValueError, match=r"^cache: a quantised cache cannot remove tokens"):
+        generate(model, tokens[:1], prompt_lookup_num_tokens=3, **options)
+    monkeypatch.setattr(Fp8QuantizedLayer, "fp8_dtype", torch.float32)
+    for beams in (1, 3):
+        found = generate(model, tokens, mask, num_beams=beams, **options)
+        assert torch.equal(found.sequences, generate(model, tokens, mask, num_beams=beams))
+    given = QuantizedCache("fp8", model.config)
+    assert torch.equal(generate(model, tokens, mask, past_key_values=given), generate(model, tokens, mask))
+
+
+def test_a_quantised_cache_needs_keys_of_all_positions() -> None:
+    options: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    tokens = torch.ones(1, 3).long()
+    with pytest.raises(ValueError, match=r"^past_key_values: the linear family has no keys"):
+        generate(make("language", "mlk"), tokens, **options)
+    with pytest.raises(ValueError, match=r"only supported for models with only full attention"):
+        generate(make("language", "smgk", window=4), tokens, **options)
+
+
 @every_kind
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_static_cache_passed_as_an_object(kind: str, beams: int) -> None:
@@ -188,9 +224,9 @@ def test_an_unsupported_cache_is_an_error() -> None:
     static = StaticCache(config=model.config, max_cache_len=20)
     static.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
     for cache in (filled, static, "cache"):
-        with pytest.raises(TypeError, match="past_key_values: expected an MGKCache, or an empty DynamicCache or"):
+        with pytest.raises(TypeError, match="past_key_values: expected an MGKCache, or an empty DynamicCache, Q"):
             model(tokens, past_key_values=cache)
-    with pytest.raises(ValueError, match="cache_implementation: expected 'dynamic' or 'static'"):
+    with pytest.raises(ValueError, match="cache_implementation: expected 'dynamic', 'quantized' or 'st"):
         generate(model, tokens, cache_implementation="offloaded")
 
 

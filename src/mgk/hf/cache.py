@@ -10,12 +10,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    QuantizedCache,
+    StaticCache,
+    StaticSlidingWindowLayer,
+)
 
+from mgk.hf.quantised import QuantisedKeyValueCache, quantised
 from mgk.hf.static import StaticStep
 from mgk.models import LanguageModel
 from mgk.nn import KeyValueCache, StackCache, StateCache
 from mgk.nn.cache import WindowCache
+
+UNCROPPABLE = (WindowCache, QuantisedKeyValueCache)
 
 
 class MGKCacheLayer(CacheLayerMixin):
@@ -24,7 +34,7 @@ class MGKCacheLayer(CacheLayerMixin):
     def __init__(self, inner: KeyValueCache | StateCache) -> None:
         super().__init__()
         self.inner = inner
-        self.is_croppable = isinstance(inner, KeyValueCache) and not isinstance(inner, WindowCache)
+        self.is_croppable = isinstance(inner, KeyValueCache) and not isinstance(inner, UNCROPPABLE)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -45,7 +55,7 @@ class MGKCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first releases of Transformers 5
 
     def offload(self) -> None:
-        raise ValueError("cache_implementation: expected 'dynamic' or 'static', got an offloaded cache")
+        raise ValueError("cache_implementation: expected 'dynamic', 'quantized' or 'static', got an offloaded cache")
 
     prefetch = offload
 
@@ -54,6 +64,8 @@ class MGKCacheLayer(CacheLayerMixin):
         self.inner.length = 0
         if isinstance(self.inner, StateCache):
             self.inner.state = None
+        if isinstance(self.inner, QuantisedKeyValueCache):
+            self.inner.layer.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.inner.reorder(beam_idx)
@@ -62,6 +74,8 @@ class MGKCacheLayer(CacheLayerMixin):
         """Called before tokens may be removed again, as in assisted decoding."""
         if isinstance(self.inner, StateCache):
             raise ValueError("cache: the state of the linear family cannot remove tokens; generate without assistant")
+        if isinstance(self.inner, QuantisedKeyValueCache):
+            raise ValueError("cache: a quantised cache cannot remove tokens; generate without assistant")
         if isinstance(self.inner, WindowCache):
             raise ValueError(
                 "cache: a cache of a window has no earlier tokens to go back to; use cache_implementation='static', or "
@@ -146,23 +160,31 @@ def static_length(cache: StaticCache) -> int:
 def adopt(cache: object, fresh: Callable[[], StackCache], *, graph: bool = True) -> Cache:
     """Return a cache that the model can use.
 
-    An `MGKCache` is returned unchanged. An empty `DynamicCache` gets our layers. An empty `StaticCache` is replaced by
+    An `MGKCache` is returned unchanged. An empty `DynamicCache` gets our layers, as does an empty `QuantizedCache`,
+    whose layers hold their numbers. An empty `StaticCache` is replaced by
     an `MGKCache` of its length, and shares its layers, so that it says how many positions there are.
     """
     if isinstance(cache, StaticCache) and isinstance(found := getattr(cache, "adopted", None), MGKCache):
         return found
     if isinstance(cache, Cache) and cache.layers and all(isinstance(layer, MGKCacheLayer) for layer in cache.layers):
         return cache
-    empty = isinstance(cache, DynamicCache | StaticCache) and not cache.get_seq_length() and not cache.offloading
+    empty = (
+        isinstance(cache, DynamicCache | StaticCache | QuantizedCache)
+        and not cache.get_seq_length()
+        and not cache.offloading
+    )
     if empty and isinstance(cache, DynamicCache):
         cache.layers = MGKCache(fresh()).layers
         cache.layer_class_to_replicate = None
+        return cache
+    if empty and isinstance(cache, QuantizedCache):
+        cache.layers = MGKCache(quantised(fresh(), cache)).layers
         return cache
     if empty and isinstance(cache, StaticCache):
         found = MGKCache(fresh(), static_length(cache), graph=graph)
         cache.layers, cache.adopted = found.layers, found  # type: ignore[attr-defined]
         return found
     raise TypeError(
-        f"past_key_values: expected an MGKCache, or an empty DynamicCache or StaticCache, got {type(cache).__name__}; "
-        "leave it out, or use cache_implementation='static' to allocate the cache at once"
+        "past_key_values: expected an MGKCache, or an empty DynamicCache, QuantizedCache or StaticCache, got "
+        f"{type(cache).__name__}; leave it out, or use cache_implementation='static' to allocate the cache at once"
     )

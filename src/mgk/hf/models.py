@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import Cache, QuantizedCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -162,8 +162,15 @@ class MGKForCausalLM(Vocabulary, MGKPreTrainedModel, GenerationMixin):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             return
+        if kind == "quantized":
+            options = dict(generation_config.cache_config or {})
+            given = QuantizedCache(options.pop("backend", "quanto"), options.pop("config", self.config), **options)
+            model_kwargs["past_key_values"] = adopt(given, partial(self.mgk.new_cache, rows))
+            return
         if kind not in (None, "dynamic", "dynamic_full", "static"):
-            raise ValueError(f"cache_implementation: expected 'dynamic' or 'static' for this model, got {kind!r}")
+            raise ValueError(
+                f"cache_implementation: expected 'dynamic', 'quantized' or 'static' for this model, got {kind!r}"
+            )
         capacity = max_cache_length if kind == "static" else 0
         graph = not generation_config.disable_compile
         compile = graph and generation_config.compile_config is not None
