@@ -111,6 +111,12 @@ def test_a_window_is_cached_as_it_is_computed(kind: str, every: int | None) -> N
         assert torch.equal(found.sequences, expected)
         held = [layer.inner.held for layer in found.past_key_values.layers]
         assert held == ([14, 14] if "cache_implementation" in way else [4, 14 if every else 4])
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    if every:
+        assert torch.equal(generate(model, tokens, mask, past_key_values=cache, max_new_tokens=9), expected)
+    else:
+        with pytest.raises(ValueError, match=r"^past_key_values: a StaticCache whose layers all have a window"):
+            generate(model, tokens, mask, past_key_values=cache)
     with pytest.raises(ValueError, match=r"^cache: a cache of a window has no earlier tokens"):
         generate(model, tokens[1:], prompt_lookup_num_tokens=3)
 

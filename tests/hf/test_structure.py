@@ -198,20 +198,32 @@ def test_masked_words_have_an_output_layer() -> None:
     assert found.loss.isfinite()
 
 
-@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk"])
+@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk", "linear", "mlk", "smlk"])
 def test_an_exported_model_takes_any_batch_and_length(kind: str) -> None:
-    made, batch, length = (
-        make("language", kind, cutoffs=()),
-        torch.export.Dim("batch"),
-        torch.export.Dim("length", max=24),
-    )
+    """Also lengths of several chunks of the linear family, where the example has one."""
+    made = make("language", kind, cutoffs=(), layers=1, max_length=140)
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=140)}
     with torch.no_grad():
         program = torch.export.export(
-            made, (), {"input_ids": torch.ones(2, 9).long()}, dynamic_shapes={"input_ids": {0: batch, 1: length}}
+            made, (), {"input_ids": torch.ones(2, 9).long()}, dynamic_shapes={"input_ids": shape}
         ).module()
-        for shape in ((1, 5), (3, 17)):
-            tokens = torch.randint(0, 20, shape)
+        for size in ((1, 5), (3, 131)):
+            tokens = torch.randint(0, 20, size)
             torch.testing.assert_close(program(input_ids=tokens).logits, made(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "mgk", "smgk", "smlk"])
+def test_an_onnx_exporter_sees_no_operator_of_ours(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no kernels for them, so "auto" takes PyTorch's operators without a warning; another name is used."""
+    made, tokens = make("language", kind, cutoffs=(), layers=1), torch.ones(2, 9).long()
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with torch.no_grad():
+        program = torch.export.export(made, (), {"input_ids": tokens})
+        assert not any(str(node.target).startswith("mgk") for node in program.graph.nodes)
+        torch.testing.assert_close(program.module()(input_ids=tokens).logits, made(tokens).logits, rtol=1e-4, atol=1e-5)
+        if kind == "smgk":
+            named = torch.export.export(make("language", kind, layers=1, impl="blockwise"), (), {"input_ids": tokens})
+            assert any(str(node.target).startswith("mgk") for node in named.graph.nodes)
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlk", "smlk"])

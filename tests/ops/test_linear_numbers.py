@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgk.ops import linear_forms
+from mgk.ops.feature_maps import ScaledFeatures
 from mgk.ops.linear import linear_step, mlk_attention, smlk_attention
 from tests.ops.linear_cases import FAVOR, MAPS, Inputs, agree, dense, everywhere, feed, gradients, inputs, numbers
 
@@ -253,6 +254,29 @@ def test_one_key_is_its_value(impl: str) -> None:
     for is_causal in (False, True):
         got = mlk_attention(**arguments, is_causal=is_causal, impl=impl)
         torch.testing.assert_close(got, arguments["value"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+def test_the_exported_form_is_the_chunked_one(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no exponents of a feature differ by more than `SPREAD`; beyond that it is NaN, never a wrong number.
+
+    Both round mantissas, of which none is negative, and an exponent of up to 850 has an error of 850 times that.
+    """
+    monkeypatch.setattr(linear_forms, "CHUNK", 2)
+    mantissas = numbers(2, 2, 3, length, 4, seed=1).float().abs()
+    exponents = numbers(2, 2, 3, length, 4, seed=2).float().clamp(-2, 2) * 200
+    value = linear_forms.with_ones(numbers(2, 3, length, 5, seed=3).float(), None, mantissas)
+    query, key = (ScaledFeatures(*pair) for pair in zip(mantissas, exponents, strict=True))
+    if length > 2:
+        key.exponent[0, :, :2] = -torch.inf  # as with a mask; the first queries see nothing
+    found = linear_forms.exported(query, key, value)
+    expected = linear_forms.quotient(linear_forms.blockwise(query, key, value, True))
+    tolerance = 16 * 850 * torch.finfo(torch.float32).eps * float(value.abs().max())
+    torch.testing.assert_close(linear_forms.quotient(found), expected, rtol=0, atol=tolerance)
+    if length > 1:
+        key.exponent[1, 2, -1, 0] = 901 + key.exponent[1, 2, :, 0].min()
+        bad = linear_forms.exported(query, key, value).isnan().all(-1).all(-1)
+        assert bad.tolist() == [[False] * 3, [False, False, True]]
 
 
 def saved_numbers(length: int) -> int:

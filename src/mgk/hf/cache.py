@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache, StaticSlidingWindowLayer
 
 from mgk.hf.static import StaticStep
 from mgk.models import LanguageModel
@@ -132,6 +132,17 @@ def stack_of(cache: Cache) -> StackCache:
     return StackCache([cast(MGKCacheLayer, layer).inner for layer in cache.layers])
 
 
+def static_length(cache: StaticCache) -> int:
+    """Return how many positions an empty `StaticCache` was made for; layers with a window do not know it."""
+    lengths: list[int] = [x.max_cache_len for x in cache.layers if not isinstance(x, StaticSlidingWindowLayer)]  # type: ignore[union-attr]
+    if not lengths:
+        raise ValueError(
+            "past_key_values: a StaticCache whose layers all have a window does not say how many positions it is for; "
+            "use cache_implementation='static' or MGKCache(model.mgk.new_cache(rows), positions)"
+        )
+    return lengths[0]
+
+
 def adopt(cache: object, fresh: Callable[[], StackCache], *, graph: bool = True) -> Cache:
     """Return a cache that the model can use.
 
@@ -148,7 +159,7 @@ def adopt(cache: object, fresh: Callable[[], StackCache], *, graph: bool = True)
         cache.layer_class_to_replicate = None
         return cache
     if empty and isinstance(cache, StaticCache):
-        found = MGKCache(fresh(), cache.layers[0].max_cache_len, graph=graph)  # type: ignore[union-attr]
+        found = MGKCache(fresh(), static_length(cache), graph=graph)
         cache.layers, cache.adopted = found.layers, found  # type: ignore[attr-defined]
         return found
     raise TypeError(

@@ -35,6 +35,7 @@ STANDARD = {
     "partial_rotary_factor": "rotary_share",
     "original_max_position_embeddings": "rope_original_length",
     "num_channels": "channels",
+    "sliding_window": "window",
 }
 ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "swiglu"}  # a Transformers model with "silu" has a gate, too
 ROPE = {
@@ -68,9 +69,9 @@ class MGKConfig(PreTrainedConfig):
     `kind` is "classifier", "matcher", "language" or "vision". The other fields and their defaults are those of
     `ClassifierConfig`, `MatcherConfig`, `LanguageModelConfig` and `VisionConfig` of `mgk.models`, except that
     `max_length` is called `max_position_embeddings`. `hidden_size`, `num_attention_heads`, `num_key_value_heads`,
-    `num_hidden_layers`, `intermediate_size`, `vocab_size`, `hidden_act`, `rope_parameters` and so on mean what they
-    mean in Transformers; `rope_theta` or `rope_parameters` alone ask for rotary positions. Another field, or one of
-    another kind of model, is an error. In a file, it is kept with a warning.
+    `num_hidden_layers`, `intermediate_size`, `vocab_size`, `hidden_act`, `rope_parameters`, `sliding_window`,
+    `layer_types` and so on mean what they mean in Transformers; `rope_theta` or `rope_parameters` alone ask for rotary
+    positions. Another field, or one of another kind of model, is an error. In a file, it is kept with a warning.
     """
 
     model_type = "mgk"
@@ -94,7 +95,9 @@ class MGKConfig(PreTrainedConfig):
         settings = {OWN.get(public, public): given.pop(public) for public in own & given.keys()}
         if "num_labels" in own and "classes" not in settings and self.id2label is not None:
             settings["classes"] = len(self.id2label)
-        for name, value in dataclasses.asdict(build(MODELS[self.kind], settings, "")).items():
+        made: ModelConfig = build(MODELS[self.kind], settings, "")
+        check_layer_types(kwargs.get("layer_types"), made)
+        for name, value in dataclasses.asdict(made).items():
             if name == "classes":  # `PreTrainedConfig` sets it, together with the names of the labels
                 given["num_labels"] = value
             else:
@@ -110,12 +113,25 @@ class MGKConfig(PreTrainedConfig):
     def hidden_act(self, value: str) -> None:
         self.activation = ACTIVATIONS[check.check_choice("hidden_act", value, ACTIVATIONS)]
 
+    @property
+    def layer_types(self) -> list[str] | None:
+        """Which layers have the window, by the names of Transformers; None without a window."""
+        return None if getattr(self, "window", None) is None else layer_types(self.to_model())
+
+    @layer_types.setter
+    def layer_types(self, value: list[str] | None) -> None:
+        if getattr(self, "window", None) is not None:
+            self.global_every = first_global(value)
+        check_layer_types(value, self.to_model())
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values, by the names of Transformers where it has one for a field."""
         standard = {own: name for name, own in STANDARD.items()}
         values = {standard.get(name, name): value for name, value in super().to_dict().items()}
         values["hidden_act"] = self.hidden_act
         del values["activation"]
+        if self.layer_types is not None:
+            values["layer_types"] = self.layer_types
         return values
 
     @classmethod
@@ -167,6 +183,7 @@ class UnknownFieldError(ValueError):
 def own_names(given: dict[str, Any], own: set[str]) -> dict[str, Any]:
     """Return fields by the names of `mgk.models`; `own` are those of this kind of model."""
     found: dict[str, Any] = {}
+    every: int | None = None
 
     def add(public: str, name: str, value: Any) -> None:
         if name in found and found[name] != value:
@@ -181,14 +198,37 @@ def own_names(given: dict[str, Any], own: set[str]) -> dict[str, Any]:
                 add(f"{name}[{inner!r}]", ROPE[inner], number)
         elif name == "hidden_act":
             add(name, "activation", ACTIVATIONS[check.check_choice(name, value, ACTIVATIONS)])
-        elif name == "sliding_window":
+        elif name == "sliding_window" and "window" not in own:
             if value is not None:
-                raise ValueError(f"sliding_window: expected None, models of mgk have no window, got {value}")
+                raise ValueError(f"sliding_window: expected None, only language models have a window, got {value}")
+        elif name == "layer_types":  # `check_layer_types` compares it with the layers of the model
+            every = first_global(value)
         else:
             add(name, MGKConfig.attribute_map.get(name, name), value)
+    if found.get("window") is not None and every is not None:
+        found.setdefault("global_every", every)
     if found.keys() & {"rope_theta", "rope_type"} and "positions" in own:
         found.setdefault("positions", "rotary")
     return found
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """Return what Transformers calls the attention of each layer."""
+    windows = getattr(model, "windows", (None,) * model.layers)
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
+def first_global(types: list[str] | None) -> int | None:
+    """Return the number of the first layer without a window, from 1 on, which is `global_every`; None: no layer."""
+    return list(types).index("full_attention") + 1 if types and "full_attention" in types else None
+
+
+def check_layer_types(types: list[str] | None, model: ModelConfig) -> None:
+    if types is not None and list(types) != layer_types(model):
+        raise ValueError(
+            f"layer_types: expected {layer_types(model)} for these layers, sliding_window and global_every (layers "
+            f"without a window are the n-th, 2n-th and so on), got {list(types)}"
+        )
 
 
 def check_name(name: str, kind: str, own: set[str]) -> None:

@@ -263,6 +263,8 @@ def implementation(impl: str, query: Tensor, value: Tensor, components: int = 0)
     `components`: those with scores of their own, of which a GPU may have too little shared memory for many.
     """
     check.check_choice("impl", impl, IMPLEMENTATIONS)
+    if impl == "auto" and check.is_exported_to_onnx():
+        return reference
     width, dtype, gpu = max(query.shape[-1], value.shape[-1]), dtype_name(query.dtype), capability(query.device)
     without_tile = ""
     if (

@@ -191,6 +191,19 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or peek_interpreter_stack() is not None
 
 
+def is_exported_to_onnx() -> bool:
+    """Whether torch.onnx.export traces; ONNX has none of our operators."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
+def exports_any_length(query: Tensor, key: Tensor) -> bool:
+    """Whether as many queries (B,H,N,D) as keys (B,H,N,F) are exported without loops: for any N, or to ONNX."""
+    if not torch.compiler.is_exporting():
+        return False
+    free = isinstance(query.shape[2], torch.SymInt) or is_exported_to_onnx()
+    return free and query.shape[2] == key.shape[2]
+
+
 def has_values(tensor: Tensor) -> bool:
     """Whether Python code may branch on the values of `tensor`: nothing is traced, and it is neither meta nor fake."""
     return not (is_traced() or tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -201,6 +201,8 @@ def _attention(
             reads, keys = forms.prepare(query, key, shift, prior, mask, phi)
             if path == "fla":
                 return forms.quotient(forms.fla_scan(reads, keys, values))
+            if is_causal and impl in ("auto", "reference") and check.exports_any_length(query, keys.mantissa):
+                return forms.quotient(forms.exported(reads, keys, values))
             compute = forms.dense if impl == "reference" else forms.blockwise
             return forms.quotient(compute(reads, keys, values, is_causal))
 

@@ -7,6 +7,7 @@ a query sees:
     parallel    all keys: add up S and z, then read them with every query
     chunked     causal: read the sums of earlier chunks, add the pairs within the chunk, carry the sums on
     recurrent   the chunked step for any number of new tokens; the caller keeps the sums (`LinearState`)
+    exported    causal: all chunks at once, in float64, for a program that takes any length
 
 How results stay exact: features are stored as mantissa * exp(exponent) (`ScaledFeatures`). The sums of feature f are
 scaled by exp(-c_f), where c_f is the largest exponent of the keys they hold. A query reads them with the exponent
@@ -36,6 +37,8 @@ from mgk.ops.common import compute_dtype, matmul, shifted_keys, without_autocast
 from mgk.ops.feature_maps import FeatureMap, ScaledFeatures, apply_feature_map, dpfp, remove_zeros
 
 CHUNK = 128
+HEADROOM = 300.0  # with exp(300) in queries and keys, exponents may differ by SPREAD in float64
+SPREAD = 900.0
 NEGLIGIBLE = -100.0  # exp(-100) is below the rounding error of float32 by 30 orders of magnitude
 
 
@@ -301,6 +304,31 @@ class CausalScan(torch.autograd.Function):
             for grad, part in zip(grads, parts, strict=True):
                 grad[:, :, at] = part
         return grads[0], None, grads[1], None, grads[2], grad_sums, None
+
+
+def exported(query: ScaledFeatures, key: ScaledFeatures, value: Tensor) -> Tensor:
+    """What every query reads, divided by its last column, (B,H,N,Dv+1), without a loop, for any number of positions.
+
+    Exported programs have neither loops over chunks nor branches on values. So one c_f scales all chunks. In float64
+    no query loses its keys beside later ones, as long as the exponents of a feature differ by at most `SPREAD` between
+    keys. Where they differ by more, which takes features as small as exp(-900), the result is NaN.
+    """
+    length = value.shape[2]
+    chunks = length // CHUNK + 2  # the last one is empty: a size that may be 1 could not be exported
+    at, within = (torch.arange(size, device=value.device) for size in (chunks, CHUNK))
+    place = at[:, None] * CHUNK + within  # by index, because views would only export for some lengths
+    c = key_scale(key.exponent)
+    m = query_scale(query.exponent + c)
+    query, key = (ScaledFeatures(x.mantissa.double(), x.exponent.double()) for x in (query, key))
+    parts = (query.times_exp(c - m + HEADROOM), key.times_exp(HEADROOM - c), value.double())
+    reads, keys, values = (pad(x, (0, 0, 0, chunks * CHUNK - length))[:, :, place] for x in parts)
+    past = pad(keys.mT @ values, (0, 0, 0, 0, 1, 0)).cumsum(2)[:, :, :-1]
+    position = torch.arange(length, device=value.device)
+    sums = (reads @ past + (reads @ keys.mT).tril() @ values)[:, :, position // CHUNK, position % CHUNK]
+    empty = sums[..., -1:] == 0
+    sums = torch.where(empty, 0, sums / sums[..., -1:].masked_fill(empty, 1))
+    lowest = key.exponent.masked_fill(key.exponent == -torch.inf, torch.inf).amin(2, keepdim=True)
+    return sums.masked_fill(((c - lowest) > SPREAD).any(-1, keepdim=True), torch.nan).to(value.dtype)
 
 
 def fla_scan(query: ScaledFeatures, key: ScaledFeatures, value: Tensor) -> Tensor:
