@@ -72,11 +72,12 @@ cross-compile: $(STAMP)
 golden: $(STAMP)
 	$(BIN)/python -m benchmarks.golden
 
-# Libraries around Transformers, in an environment of their own, and Transformers' own tests of models.
+# Libraries around Transformers, in an environment of their own, and Transformers' own tests of models. pip compiles the
+# modules here: torchao warns when it is compiled, and warnings are errors in tests.
 ECOSYSTEM := .venv-ecosystem
 test-ecosystem:
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
-	$(ECOSYSTEM)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev,ecosystem]'
+	$(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,ecosystem]'
 	OMP_NUM_THREADS=1 $(ECOSYSTEM)/bin/pytest tests/hf/ecosystem
 	OMP_NUM_THREADS=1 $(ECOSYSTEM)/bin/python -m tests.hf.transformers_tests
 

@@ -26,7 +26,8 @@ def folder(request: pytest.FixtureRequest) -> Path:
 def test_a_folder_is_small_and_complete(folder: Path) -> None:
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {"README.md", "config.json", "mgk_sums.json", "model.safetensors", "tokenizer.json"} <= files
-    assert {path.rpartition(".")[2] for path in files} == {"md", "json", "jsonl", "safetensors"}
+    endings = {path.rpartition(".")[2] for path in files - {"modeling_mgk.py"}}  # which imports mgk, for Transformers
+    assert endings == {"md", "json", "jsonl", "safetensors"}
     assert sum((folder / name).stat().st_size for name in files) < MEGABYTES * 1e6
     with safe_open(folder / "model.safetensors", "pt") as weights:
         parameters = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118  # no dictionary

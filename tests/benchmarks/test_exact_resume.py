@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import mgk.data
 from benchmarks import exact_resume
-from mgk.files import checksum
+from mgk.files import checksum, seal
 from mgk.train import checkpoint
 
 CASE = exact_resume.Case("smgk", "eager", 4, "cpu", "bf16-mixed", 32)
@@ -58,7 +58,7 @@ def test_any_other_bit_is_reported(what: str, folder: Path, tmp_path: Path) -> N
     if what in ("weights", "state"):  # the checksums are those of the new content
         facts = json.loads((found / "checkpoint.json").read_text())
         facts["files"] = {name: checksum(found / name) for name in facts["files"]}
-        (found / "checkpoint.json").write_text(json.dumps(facts))
+        (found / "checkpoint.json").write_text(json.dumps(facts | {"sha256": seal(facts)}))
     compared = exact_resume.compare(one, two)
     assert not exact_resume.exact(compared)
     assert compared["weights"] == (what == "weights")

@@ -68,8 +68,10 @@ def test_a_wrong_result_is_an_error(
 ) -> None:
     real = measure.attend
 
-    def spoiled(method: Method, inputs: dict[str, Tensor], *, is_causal: bool, impl: str = "auto") -> Tensor:
-        out = real(method, inputs, is_causal=is_causal, impl="reference")
+    def spoiled(
+        method: Method, inputs: dict[str, Tensor], *, is_causal: bool, window: int | None = None, impl: str = "auto"
+    ) -> Tensor:
+        out = real(method, inputs, is_causal=is_causal, window=window, impl="reference")
         return out if impl == "reference" else spoil(out, inputs)
 
     monkeypatch.setattr(measure, "attend", spoiled)

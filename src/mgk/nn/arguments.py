@@ -140,7 +140,13 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def loads_its_weight(module: nn.Module) -> bool:
-    """Whether the weight is there only while the module is called, as with accelerate's offloading and FSDP."""
+    """Whether the weight is there only while the module is called, as with accelerate's offloading and FSDP.
+
+    Not in tensor parallelism, whose hooks change the inputs: its weights are DTensors that are always there.
+    """
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and is_dtensor(weight):
+        return False
     return "forward" in module.__dict__ or bool(module._forward_pre_hooks)
 
 
