@@ -24,13 +24,13 @@ import mgk.data
 from experiments import reproduce
 from experiments.cells import Cell, Tally, run_cells
 from experiments.cells.records import path_of, stale
+from experiments.cells.report import write_report
 from experiments.cells.steps import Steps, measure, read_steps
 from experiments.lm import grid
 from experiments.lm.folders import RESULTS, Folders
 from experiments.lm.report import FIGURES, missing_figures, report
 from experiments.lm.tasks import TASKS
 from experiments.reproduce.pack import unpack
-from mgk.files import write_text
 from mgk.train.data import options as data_options
 
 RUNS, REPORT = Path("runs") / "lm", Path("docs") / "study.md"
@@ -199,16 +199,7 @@ WRITE = "python -m experiments.lm --report"
 def write(folders: Folders, out: Path) -> None:
     """Write the report and, if matplotlib is installed, its figures."""
     found, steps = folders.records(), read_steps(folders.steps)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, report(found, steps))
-    print(f"written to {out}")
-    try:
-        from experiments.lm.figures import draw
-    except ImportError as error:
-        print(f"no figures: {error}")
-        return
-    for path in draw(found, steps, out.parent / FIGURES):
-        print(f"written to {path}")
+    write_report(out, report(found, steps), "experiments.lm.figures", found, steps, folder=out.parent / FIGURES)
 
 
 def save(folders: Folders, file: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.cells.records import path_of, stale
+from experiments.cells.report import write_report
 from experiments.cells.runner import run_cells
 from experiments.cells.steps import STEPS, measure, read_steps
 from experiments.lm.folders import read as read_study
@@ -25,7 +26,6 @@ from experiments.lm.page import page
 from experiments.reproduce import RESULTS, RUNS, grid
 from experiments.reproduce.claims import quality_claims
 from experiments.reproduce.report import FIGURES, older_verdicts, read_timings, report, tabulate
-from mgk.files import write_text
 
 REPORT = Path("docs") / "results.md"
 WRITE = "python -m experiments.reproduce figures"
@@ -99,16 +99,7 @@ def read(results: Path) -> list[grid.Record]:
 def write(results: Path, out: Path) -> None:
     """Write the report and, if matplotlib is installed, its figures."""
     found = read(results)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, text(found, results))
-    print(f"written to {out}")
-    try:
-        from experiments.reproduce.figures import draw
-    except ImportError as error:
-        print(f"no figures: {error}")
-        return
-    for path in draw(found, out.parent / FIGURES):
-        print(f"written to {path}")
+    write_report(out, text(found, results), "experiments.reproduce.figures", found, folder=out.parent / FIGURES)
 
 
 def verify(results: Path, out: Path) -> None:

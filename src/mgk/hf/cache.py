@@ -161,8 +161,8 @@ def adopt(cache: object, fresh: Callable[[], StackCache], *, graph: bool = True)
     """Return a cache that the model can use.
 
     An `MGKCache` is returned unchanged. An empty `DynamicCache` gets our layers, as does an empty `QuantizedCache`,
-    whose layers hold their numbers. An empty `StaticCache` is replaced by
-    an `MGKCache` of its length, and shares its layers, so that it says how many positions there are.
+    whose layers hold their numbers. An empty `StaticCache` is replaced by an `MGKCache` of its length, and shares its
+    layers, so that it says how many positions there are.
     """
     if isinstance(cache, StaticCache) and isinstance(found := getattr(cache, "adopted", None), MGKCache):
         return found

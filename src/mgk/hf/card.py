@@ -45,7 +45,7 @@ def model_card(config: MGKConfig, parameters: int, record: dict[str, Any] | None
     if settings:
         o = settings["optimiser"]
         lines += [
-            f"Trained on {'a text of its own' if data == OWN else plain(data)} with {plain(o['kind'])} "
+            f"Trained on {'a text that its author prepared' if data == OWN else plain(data)} with {plain(o['kind'])} "
             f"(learning rate {o['lr']:g}, {plain(o['schedule'])}), batches of {settings['data']['batch']:d}, "
             f"seed {settings['seed']:d}; the full record is in `mgk_run/`.",
             "",

@@ -223,7 +223,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from None
     if not isinstance(facts.get("step"), int) or not isinstance(facts.get("files"), dict):
         raise CheckpointError(f"{path}: expected the fields step and files{advice(folder)}")
-    # Version 0.1.0 wrote no checksum of the facts, and no text among them.
+    # Runs of earlier checkouts have no checksum of the facts, and no text among them (tests/fixtures/v0.1.0).
     if any(isinstance(value, str) for value in facts.values()) and facts.pop("sha256", None) != seal(facts):
         raise CheckpointError(f"{path}: damaged (its own checksum differs){advice(folder)}")
     return facts
